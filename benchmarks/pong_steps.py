@@ -1,0 +1,108 @@
+"""Steps per second on Pong, Nature CNN, batch 32 every 4 steps, 2 cores, against Stable-Baselines3.
+
+Both run in fresh processes, interleaved, with learning from step 500 on, epsilon 0.1 (so that acting costs what it costs in
+the long run), frames 84x84x4, uint8 replay. The clock covers the steps after learning has started, for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from common import child, median, record
+
+START = 500
+
+
+def ours(steps: int) -> dict[str, float]:
+    from qfleet.api import compose
+    from qfleet.runtime.progress import Progress
+    from qfleet.runtime.train import Trainer
+
+    settings = {
+        "total_steps": START + steps,
+        "replay.capacity": 20_000,
+        "replay.min_steps": START,
+        "replay.samples_per_step": 8.0,
+        "learner.batch_size": 32,
+        "learner.n_step": 1,
+        "learner.target_interval": 1000,
+        "acting.epsilon_start": 0.1,
+        "acting.epsilon_end": 0.1,
+        "runtime.eval_every": 0,
+        "runtime.checkpoint_every": 0,
+        "runtime.log_every": 100,
+    }
+    config = compose("pong", "dqn", None, settings)
+    with tempfile.TemporaryDirectory() as folder, Progress(steps, "", interactive=False) as progress:
+        trainer = Trainer(config, Path(folder), progress)
+        trainer.evaluate = lambda step: (_ for _ in ()).throw(SystemExit)  # type: ignore[method-assign]
+        began, first = 0.0, 0
+        while trainer.collector.steps < START + steps:
+            if not began and trainer.learner.updates:
+                began, first, updates = time.perf_counter(), trainer.collector.steps, trainer.learner.updates
+            trainer._publish()
+            trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn)
+        seconds = time.perf_counter() - began
+        result = {
+            "steps_per_second": (trainer.collector.steps - first) / seconds,
+            "updates_per_second": (trainer.learner.updates - updates) / seconds,
+        }
+        trainer.close()
+    return result
+
+
+def theirs(steps: int) -> dict[str, float]:
+    import ale_py
+    import gymnasium
+    from stable_baselines3 import DQN
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    gymnasium.register_envs(ale_py)
+
+    class Clock(BaseCallback):
+        began, updates = 0.0, 0
+
+        def _on_step(self) -> bool:
+            if not self.began and self.num_timesteps >= START + 4:
+                self.began, self.updates = time.perf_counter(), self.model._n_updates
+            return True
+
+    env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", 1, seed=1), 4)
+    model = DQN(
+        "CnnPolicy", env, learning_rate=1e-4, batch_size=32, buffer_size=20_000, learning_starts=START, target_update_interval=1000,
+        train_freq=4, gradient_steps=1, exploration_initial_eps=0.1, exploration_final_eps=0.1, seed=1, device="cpu",
+    )  # fmt: skip
+    clock = Clock()
+    model.learn(START + steps, callback=clock)
+    seconds = time.perf_counter() - clock.began
+    return {"steps_per_second": (model.num_timesteps - START - 4) / seconds, "updates_per_second": (model._n_updates - clock.updates) / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--one", choices=["qfleet", "sb3"], help="measure once in this process and print JSON")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps((ours if args.one == "qfleet" else theirs)(args.steps)))
+        return
+    runs: dict[str, list[float]] = {"sb3": [], "qfleet": []}
+    for _ in range(args.repeats):
+        for name, values in runs.items():
+            result = child(__file__, "--one", name, "--steps", str(args.steps))
+            values.append(result["steps_per_second"])
+            print(f"{name:8s} {values[-1]:7.1f} steps/s  {result['updates_per_second']:6.1f} updates/s", flush=True)
+    ratio = median(runs["qfleet"]) / median(runs["sb3"])
+    print(f"median   qfleet {median(runs['qfleet']):.1f}, sb3 {median(runs['sb3']):.1f} steps/s: {ratio:.2f} times")
+    record("pong_steps", {"qfleet": runs["qfleet"], "sb3": runs["sb3"], "ratio_of_medians": round(ratio, 3)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The Python API: `train`, `evaluate`, `load`. The command line is a thin layer over the same functions."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from qfleet import networks, recipes
+from qfleet import config as configs
+from qfleet.acting.policy import Policy
+from qfleet.config import Config, ConfigError
+from qfleet.runtime import checkpoint, evaluation, metrics
+from qfleet.runtime.evaluation import Evaluation
+from qfleet.runtime.progress import Progress
+from qfleet.runtime.train import Trainer, pick_device
+from qfleet.types import Spec
+
+# What --resume may change: nothing that alters the numbers of the run.
+RESUMABLE = (
+    "total_steps",
+    "device",
+    "runtime.eval_every",
+    "runtime.eval_episodes",
+    "runtime.checkpoint_every",
+    "runtime.keep",
+    "runtime.stop_at",
+    "runtime.patience",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished (or interrupted) run. `policy` holds the weights of the best evaluation."""
+
+    dir: Path
+    config: Config
+    policy: Policy
+    evaluation: Evaluation  # of `policy`, on fresh episodes
+    stop_reason: str  # total_steps, stop_at, patience or signal
+    signal: int | None  # the signal that stopped it, if one did
+    seconds: float  # wall time of training
+
+    @property
+    def interrupted(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows of metrics.jsonl."""
+        return metrics.read(self.dir)
+
+    def evaluate(self, episodes: int = 20, seed: int | None = None) -> Evaluation:
+        return evaluate(self.dir, episodes, seed)
+
+
+def train(
+    env: str | None = None,
+    *,
+    recipe: str | None = None,
+    config: str | Path | Config | None = None,
+    resume: str | Path | None = None,
+    seed: int | None = None,
+    total_steps: int | None = None,
+    run_dir: str | Path | None = None,
+    device: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> Run:
+    """Train an agent and return the run.
+
+    The config is made of, in this order: the recipe for the environment, the YAML file (or `Config`) given as `config`, the
+    named arguments, and `overrides` (dotted names, as in {"learner.lr": 1e-4}).
+
+    With `resume`, an earlier run goes on exactly where its last checkpoint stopped; only settings that do not change its
+    numbers may be given beside it.
+    """
+    named = {"seed": seed, "total_steps": total_steps, "run_dir": None if run_dir is None else str(run_dir), "device": device}
+    given = {k: v for k, v in named.items() if v is not None} | dict(overrides or {})
+    if resume is not None:
+        if env is not None or recipe is not None or config is not None:
+            raise ConfigError("--resume takes the environment, recipe and config from the run itself: leave them out.")
+        folder, settings = Path(resume), resumed_config(Path(resume), given)
+    else:
+        settings = compose(env, recipe, config, given)
+        folder = new_run_dir(settings)
+        settings = replace(settings, run_dir=str(folder))
+    title = f"{settings.env.id} · {settings.recipe} · seed {settings.seed} · {folder}"
+    with Progress(settings.total_steps, title, interactive=None if progress else False) as shown:
+        trainer = Trainer(settings, folder, shown, resume=resume is not None)
+        trainer.run()
+    policy, step = load_policy(folder)
+    result = evaluate(folder, settings.runtime.eval_episodes)
+    return Run(
+        dir=folder,
+        config=trainer.config,
+        policy=policy,
+        evaluation=result,
+        stop_reason=trainer.stop_reason,
+        signal=trainer.signal,
+        seconds=trainer.seconds,
+    )
+
+
+def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Evaluation:
+    """Greedy episodes with the best weights of a run (or with those of the checkpoint named)."""
+    if episodes < 1:
+        raise ValueError(f"episodes is {episodes}, but it must be at least 1.")
+    policy, step = load_policy(run)
+    chosen = policy.config.seed + 1_000_003 if seed is None else seed  # not the episodes the best was chosen on
+    with evaluation.make_envs(policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads) as envs:
+        return evaluation.play(policy, envs, episodes, chosen, step)
+
+
+def load(run: str | Path) -> Policy:
+    """The trained policy of a run directory (its best evaluation) or of a checkpoint in it."""
+    return load_policy(run)[0]
+
+
+def load_policy(run: str | Path) -> tuple[Policy, int]:
+    """-> (policy, the step its weights were saved at)."""
+    folder, chosen = checkpoint.locate(run)
+    config = read_config(folder)
+    state, _ = checkpoint.read(chosen)
+    names = {f.name for f in fields(Spec)}
+    spec = Spec(**{k: tuple(v) if isinstance(v, list) else v for k, v in state["spec"].items() if k in names})
+    net = networks.build(config, spec)
+    net.load_state_dict({k: torch.from_numpy(v) for k, v in state["learner"]["model"].items()})
+    device = pick_device("auto")
+    return Policy(net.to(device).eval(), config, spec, device), int(state["step"])
+
+
+# --- configs -----------------------------------------------------------------------------------------------------------
+
+
+def compose(env: str | None, recipe: str | None, config: str | Path | Config | None, given: Mapping[str, Any]) -> Config:
+    """Recipe, then file, then arguments."""
+    if isinstance(config, Config):
+        changes = dict(given) | ({"env.id": env} if env else {}) | ({"recipe": recipe} if recipe else {})
+        return configs.override(config, changes)
+    file = configs.load_yaml(config) if config is not None else {}
+    file = {k: v for k, v in file.items() if not k.startswith("resolved.")}
+    env_id = env or file.get("env.id")
+    if not env_id:
+        raise ConfigError("no environment given. Name one, as in `qfleet train CartPole-v1`, or set env.id in the config file.")
+    base = recipes.make(str(recipe or file.get("recipe") or "dqn"), str(env_id))
+    return configs.override(base, {**file, **given, "env.id": env_id, "recipe": base.recipe})
+
+
+def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
+    """The config a run was started with, plus the few changes a resume may make."""
+    config = read_config(folder)
+    refused = sorted(k for k in given if k.replace("-", "_") not in RESUMABLE)
+    if refused:
+        raise ConfigError(f"--resume cannot change {', '.join(refused)}: the run would no longer be the same. It accepts {', '.join(RESUMABLE)}.")
+    checkpoint.newest(folder / "checkpoints")  # fail before anything is opened
+    config = configs.override(config, given)
+    configs.dump_yaml(config, folder / "config.yaml", _resolved(folder))
+    return config
+
+
+def read_config(folder: Path) -> Config:
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ConfigError(f"{str(folder)!r} is no run directory: it has no config.yaml.")
+    values = configs.load_yaml(path)
+    return configs.override(Config(), {k: v for k, v in values.items() if not k.startswith("resolved.")})
+
+
+def _resolved(folder: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load((folder / "config.yaml").read_text()).get("resolved") or {})
+
+
+def new_run_dir(config: Config) -> Path:
+    """The run's folder, made and proved writable before anything is computed."""
+    if config.run_dir:
+        folder = Path(config.run_dir)
+        if (folder / "config.yaml").exists():
+            raise ConfigError(f"{config.run_dir!r} already holds a run. Go on with `qfleet train --resume {config.run_dir}`, or name another --run-dir.")
+    else:
+        env = re.sub(r"[^A-Za-z0-9_.-]+", "-", config.env.id)
+        stem = Path("runs") / env / f"{config.recipe}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = stem
+        number = 1
+        while folder.exists():  # two runs started in the same second
+            number += 1
+            folder = stem.with_name(f"{stem.name}-{number}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as e:
+        raise ConfigError(f"cannot write to the run directory {str(folder)!r}: {e.strerror}. Name another with --run-dir.") from None
+    return folder

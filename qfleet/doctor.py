@@ -1,0 +1,153 @@
+"""What this machine has for training, and the command that adds what is missing. Nothing here may fail."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import qfleet
+
+Line: TypeAlias = tuple[str, str, str]  # name, value, note
+
+# Extra of pyproject.toml -> the modules it brings and what they are for.
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "video": (("imageio", "imageio_ffmpeg"), "qfleet video"),
+    "box2d": (("Box2D",), "LunarLander and other Box2D tasks"),
+    "minatar": (("minatar",), "MinAtar games"),
+    "keras": (("keras",), "Keras models as networks"),
+    "tensorboard": (("tensorboard",), "looking at the event files of a run"),
+    "ray": (("ray",), "training on a cluster"),
+    "serve": (("fastapi", "uvicorn"), "a policy as a service"),
+    "data": (("pyarrow", "fsspec"), "datasets of experience"),
+}
+
+
+def report() -> list[Line]:
+    """One line a part: (name, value, note). A part that cannot be read says so and the others still appear."""
+    lines: list[Line] = []
+    for part in (_python, _torch, _cpu, _memory, _compiler, _gpus, _libraries, _extras):
+        lines += _safely(part)
+    return lines
+
+
+def _safely(part: Callable[[], Iterator[Line]]) -> list[Line]:
+    try:
+        return list(part())
+    except Exception as e:  # a broken driver or library raises anything; that is what the doctor should say
+        return [(part.__name__.strip("_"), "unknown", f"{type(e).__name__}: {e}")]
+
+
+def _python() -> Iterator[Line]:
+    yield "python", platform.python_version(), f"{platform.system()} {platform.machine()}"
+    yield "qfleet", qfleet.__version__, f"in {Path(qfleet.__file__).parent}"
+
+
+def _torch() -> Iterator[Line]:
+    torch = _import("torch")
+    if torch is None:
+        yield "torch", "missing", "pip install torch"
+        return
+    build = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "CPU build"
+    )
+    yield (
+        "torch",
+        str(torch.__version__),
+        f"{build}, {torch.get_num_threads()} threads unless learner.threads says otherwise",
+    )
+
+
+def _cpu() -> Iterator[Line]:
+    info = _cpuinfo()
+    model = info.get("model name") or platform.processor() or platform.machine()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield "cpu", model, f"{usable} of {os.cpu_count()} cores usable"
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    found = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    if found:
+        yield "cpu bf16", "yes", f"{', '.join(found)}: --learner.precision bf16 may pay for large networks"
+    else:
+        yield "cpu bf16", "no" if flags else "unknown", "keep --learner.precision fp32 on the CPU"
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text().split("\n\n")[0]
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def _memory() -> Iterator[Line]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    note = "" if free is None else f"{free / 1e9:.1f} GB available; 1M steps of Atari replay take 7.1 GB"
+    yield "memory", f"{total / 1e9:.1f} GB", note
+
+
+def _compiler() -> Iterator[Line]:
+    """torch.compile on the CPU builds C++ against Python's headers; without them everything still runs, uncompiled."""
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+    if compiler is None:
+        yield "compiler", "missing", "torch.compile is off on the CPU; install g++ to use it (not required)"
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        yield (
+            "compiler",
+            compiler,
+            "Python.h is missing: torch.compile is off on the CPU; install the Python headers (not required)",
+        )
+    else:
+        yield "compiler", compiler, "torch.compile is usable on the CPU"
+
+
+def _gpus() -> Iterator[Line]:
+    torch = _import("torch")
+    if torch is None or not torch.cuda.is_available():
+        yield "gpu", "none", "training runs on the CPU"
+        return
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        yield f"gpu {index}", p.name, f"{p.total_memory / 1e9:.0f} GB, compute capability {p.major}.{p.minor}"
+
+
+def _libraries() -> Iterator[Line]:
+    for name in ("gymnasium", "ale-py", "numpy", "numba", "safetensors", "rich", "matplotlib"):
+        version = _version(name)
+        yield name, version or "missing", "" if version else f"pip install {name}"
+
+
+def _extras() -> Iterator[Line]:
+    for extra, (modules, purpose) in EXTRAS.items():
+        if all(find_spec(module) for module in modules):
+            yield f"[{extra}]", "installed", purpose
+        else:
+            yield f"[{extra}]", "missing", f'{purpose}: pip install "qfleet[{extra}]"'
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

@@ -1,0 +1,143 @@
+"""Any gymnasium id in, streams of steps out. Autoreset is settled here and nowhere else.
+
+`make` finds the environment (ids), translates its spaces (spaces) and steps it in one of four ways, all with the same
+`Envs` interface and the same meaning of a step (base): native, inprocess (local), subprocess, atari.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
+import numpy as np
+
+from qfleet.config import ConfigError, EnvConfig
+from qfleet.envs import ids, native, spaces, subprocess
+from qfleet.envs import state as states
+from qfleet.envs.atari import Atari
+from qfleet.envs.base import Envs, EnvStep, note_restart
+from qfleet.envs.local import InProcess, env_seeds
+
+if TYPE_CHECKING:
+    from qfleet.types import Spec
+
+__all__ = ["EnvStep", "Envs", "make"]
+
+PROBE_SECONDS = 0.03  # how long `auto` measures
+WAKE_SECONDS, MESSAGE_SECONDS = 60e-6, 20e-6  # what workers cost a vector step: once, and for each of them (measured)
+
+
+def make(config: EnvConfig, *, seed: int, num_envs: int | None = None, threads: int = 0) -> Envs:
+    """num_envs (by default config.num_envs) environments, each with its own seed; threads 0 means one per core."""
+    num_envs = num_envs or config.num_envs
+    env_spec = ids.find(config.id)
+    game = ids.atari_game(env_spec)
+    if game is not None:
+        if config.vectorize not in ("auto", "native"):
+            raise ConfigError(f"env.vectorize is {config.vectorize!r}, but Atari games have their own: auto or native.")
+        return Atari(game, config, num_envs, seed, threads)
+    if config.sticky_actions or config.life_loss:
+        raise ConfigError(
+            f"env.sticky_actions and env.life_loss are for Atari games; {config.id} is none: leave them out."
+        )
+
+    notes: list[str] = []
+    vec = _native(config, env_spec, num_envs, notes)
+    sample: Any = vec or ids.build(env_spec, config.kwargs)  # a single one is thrown away: it tells spaces and speed
+    observed = vec.single_observation_space if vec else sample.observation_space
+    observations = spaces.observations(observed, config.id)
+    actions = spaces.actions(vec.single_action_space if vec else sample.action_space, config.id)
+    spec = _spec(observations, actions, config.frame_stack)
+    if observations.note:
+        notes.append(observations.note)
+    if why := states.obstacle(sample):
+        note_restart(notes, config.id, why)
+    if vec:
+        return native.Native(config.id, spec, vec, seed, observations, actions, notes)
+
+    workers = threads or os.cpu_count() or 1
+    kind = _choose(config, env_spec, sample, actions, num_envs, workers, notes)
+    sample.close()
+    seeds = env_seeds(seed, num_envs)
+    if kind == "subprocess":
+        module = config.id.rpartition(":")[0]
+        return subprocess.Subprocess(config.id, spec, env_spec, config.kwargs, module, seeds, workers, notes)
+    envs = [ids.build(env_spec, config.kwargs) for _ in range(num_envs)]
+    return InProcess(config.id, spec, envs, seeds, observations, actions, notes)
+
+
+def _spec(observations: spaces.Observations, actions: spaces.Actions, frame_stack: int) -> Spec:
+    from qfleet.types import Spec  # imports torch, which worker processes do without
+
+    return Spec(
+        obs_shape=observations.shape,
+        obs_dtype=observations.dtype,
+        num_actions=actions.count,
+        frame_stack=frame_stack,
+    )
+
+
+def _native(config: EnvConfig, env_spec: Any, num_envs: int, notes: list[str]) -> Any | None:
+    """The environment's own vector form, if it has a usable one and nothing else is asked for."""
+    if config.vectorize not in ("auto", "native"):
+        return None
+    if env_spec.vector_entry_point is None:
+        if config.vectorize == "native":
+            raise ConfigError(
+                f"env.vectorize is 'native', but {config.id} has no vector form: use auto, inprocess or subprocess."
+            )
+        return None
+    try:
+        return native.build(env_spec, config.kwargs, num_envs)
+    except native.WrongReset as e:
+        if config.vectorize == "native" or env_spec.entry_point is None:
+            raise
+        notes.append(f"stepped one by one: {e}")
+        return None
+
+
+def _choose(
+    config: EnvConfig,
+    env_spec: Any,
+    sample: gym.Env[Any, Any],
+    actions: spaces.Actions,
+    num_envs: int,
+    workers: int,
+    notes: list[str],
+) -> str:
+    """In this process or in workers: what was asked for, or whatever the measured step time makes faster."""
+    if config.vectorize == "inprocess":
+        return "inprocess"
+    why_not = subprocess.obstacle(env_spec)
+    if config.vectorize == "subprocess":
+        if why_not:
+            raise ConfigError(f"env.vectorize is 'subprocess', but {config.id} cannot run in one: {why_not}.")
+        return "subprocess"
+    workers = min(workers, num_envs)
+    if workers == 1:
+        return "inprocess"
+    step = _step_seconds(sample, actions)
+    together = num_envs * step
+    apart = -(-num_envs // workers) * step + WAKE_SECONDS + workers * MESSAGE_SECONDS
+    if apart > 0.7 * together:  # a small gain is lost again when the learner wants the cores
+        return "inprocess"
+    if why_not:
+        notes.append(f"{config.id} would be faster in worker processes, but {why_not}")
+        return "inprocess"
+    return "subprocess"
+
+
+def _step_seconds(env: gym.Env[Any, Any], actions: spaces.Actions) -> float:
+    """Mean time of a step, resets included."""
+    cycle = actions.each(np.arange(min(actions.count, 64)))
+    env.reset(seed=0)
+    began, steps, elapsed = time.perf_counter(), 0, 0.0
+    while elapsed < PROBE_SECONDS or steps < 3:
+        _, _, terminated, truncated, _ = env.step(cycle[steps % len(cycle)])
+        if terminated or truncated:
+            env.reset()
+        steps += 1
+        elapsed = time.perf_counter() - began
+    return elapsed / steps

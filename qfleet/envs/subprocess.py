@@ -1,0 +1,284 @@
+"""Slow Python environments, stepped by worker processes.
+
+    parent                         shared memory                        worker w (one per core)
+    step: actions ───────────────▶ [E] actions
+          one byte to each worker ─────────── socket ─────────────────▶ steps its slice [lo, hi)
+          one byte from each      ◀────────── socket ────────────────── rows lo..hi are written
+    returns views of it ◀───────── obs, reward, flags [E]
+
+| who    | waits for                  | unblocked by                                                          |
+|--------|----------------------------|-----------------------------------------------------------------------|
+| worker | a byte on its socket       | a command, or the end of the stream when the parent closes or dies    |
+| parent | a byte from worker 0, 1, … | an answer, or the end of the stream when the worker dies: RuntimeError |
+
+Shutdown: the parent closes the sockets; a worker that reads the end of its stream closes its environments and exits. So
+none outlives a parent that was killed. A worker still busy after `PATIENCE` seconds is killed.
+
+Workers are fresh interpreters, not forks: a fork of a process with torch's (or a learner's) threads may inherit a lock
+that nobody will release, and it would hold the sockets of its siblings open. multiprocessing's own fresh interpreters
+import the user's main script again (and fail without an `if __name__ == "__main__"`) and start helper processes. These import
+numpy and gymnasium but not torch: about 0.3 s, all at once. The shared memory has no name, so nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+
+from qfleet.envs import ids, spaces
+from qfleet.envs import state as states
+from qfleet.envs.base import Envs, EnvStep, note_restart
+from qfleet.envs.local import Slice, env_seeds, in_order, numbered
+
+if TYPE_CHECKING:
+    from qfleet.types import Array, Spec, State
+
+PATIENCE = 5.0
+RESET, STEP, SAVE, LOAD = b"r", b"s", b"g", b"l"  # commands; all but STEP are followed by a pickled argument
+DONE, ANSWER, FAILED = b".", b"=", b"!"  # replies; the last two are followed by a pickled value
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from qfleet.envs.subprocess import serve; serve()"
+
+
+class Subprocess(Envs):
+    """E environments divided evenly among worker processes."""
+
+    kind = "subprocess"
+
+    def __init__(
+        self,
+        name: str,
+        spec: Spec,
+        env_spec: EnvSpec,
+        kwargs: Mapping[str, Any],
+        module: str,
+        seeds: Sequence[int],
+        workers: int,
+        notes: list[str],
+    ) -> None:
+        self.spec, self.num_envs, self.notes = spec, len(seeds), notes
+        self._name = name
+        self._seeds: Sequence[int | None] = seeds
+        workers = min(workers, self.num_envs)
+        edges = [self.num_envs * w // workers for w in range(workers + 1)]
+        self._parts = [slice(lo, hi) for lo, hi in itertools.pairwise(edges)]
+        self._sockets: list[Connection[Any, Any]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        memory = _memory(_size(self.num_envs, spec.obs_shape, spec.obs_dtype))
+        try:
+            self._actions, self._out = _views(memory, self.num_envs, spec.obs_shape, spec.obs_dtype)
+            for part in self._parts:
+                self._start(
+                    (env_spec, dict(kwargs), module, part, self.num_envs, spec.obs_shape, spec.obs_dtype), memory
+                )
+            for worker in range(workers):
+                self._receive(worker)
+        finally:
+            os.close(memory)
+
+    def reset(self, seed: int | None = None) -> Array:
+        seeds = self._seeds if seed is None else env_seeds(seed, self.num_envs)
+        self._ask(RESET, [seeds[part] for part in self._parts])
+        self._seeds = [None] * self.num_envs
+        return self._out.obs
+
+    def step(self, actions: Array) -> EnvStep:
+        self._actions[:] = actions
+        for worker in range(len(self._parts)):
+            self._send(worker, STEP)
+        for worker in range(len(self._parts)):
+            self._receive(worker)
+        return self._out
+
+    def state(self) -> State | None:
+        parts = self._ask(SAVE, [None] * len(self._parts))
+        for saved in parts:
+            if isinstance(saved, str):
+                note_restart(self.notes, self._name, saved)
+                return None
+        return numbered([state for saved in parts for state in saved])
+
+    def load_state(self, state: State) -> None:
+        saved = in_order(state, self.num_envs)
+        self._ask(LOAD, [saved[part] for part in self._parts])
+        self._seeds = [None] * self.num_envs
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        for process in self._processes:
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._sockets, self._processes = [], []
+
+    def _start(self, job: tuple[Any, ...], memory: int) -> None:
+        ours, theirs = Pipe()
+        fds = (theirs.fileno(), memory)
+        # Workers are the parallelism: their BLAS and OpenMP stay on one thread unless the user says otherwise.
+        # A process group of their own keeps Ctrl-C for the parent, which finishes the step and saves.
+        process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, json.dumps(sys.path), *map(str, fds)],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+            process_group=0,
+        )
+        self._processes.append(process)
+        self._sockets.append(ours)
+        theirs.close()
+        ours.send(job)
+
+    def _ask(self, command: bytes, arguments: Sequence[Any]) -> list[Any]:
+        for worker, argument in enumerate(arguments):
+            self._send(worker, command)
+            self._sockets[worker].send(argument)
+        return [self._receive(worker) for worker in range(len(arguments))]
+
+    def _send(self, worker: int, command: bytes) -> None:
+        try:
+            os.write(self._sockets[worker].fileno(), command)
+        except OSError:
+            self._died(worker)
+
+    def _receive(self, worker: int) -> Any:
+        socket = self._sockets[worker]
+        try:
+            reply = os.read(socket.fileno(), 1)
+            if reply == DONE:
+                return None
+            value = socket.recv()  # raises EOFError at the end of the stream
+        except (EOFError, OSError):
+            self._died(worker)
+        if reply == FAILED:
+            self.close()
+            raise RuntimeError(f"an environment failed in {self._label(worker)}:\n{value}")
+        return value
+
+    def _died(self, worker: int) -> NoReturn:
+        process, label = self._processes[worker], self._label(worker)
+        self.close()
+        code = process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise RuntimeError(f"{label} died with {how}; its own messages are above, if it had any")
+
+    def _label(self, worker: int) -> str:
+        part = self._parts[worker]
+        return f"worker {worker} (process {self._processes[worker].pid}, environments {part.start} to {part.stop - 1})"
+
+
+def obstacle(spec: EnvSpec) -> str:
+    """Why a fresh process could not make this environment; "" if it can."""
+    where = spec.entry_point if isinstance(spec.entry_point, str) else spec.entry_point.__module__
+    if where.split(":")[0] == "__main__":
+        return "it is defined in the main script, which a worker process does not run: move it to a module"
+    try:
+        pickle.dumps(spec)
+    except (pickle.PicklingError, AttributeError, TypeError) as e:
+        return f"its registration cannot be sent to a worker process ({e}): register it with 'module:Class'"
+    return ""
+
+
+# --- shared memory: a 64-byte aligned field after the other -----------------------------------------------------
+
+
+def _fields(num_envs: int, shape: tuple[int, ...], dtype: str) -> list[tuple[tuple[int, ...], str]]:
+    one = (num_envs,)
+    return [(one, "int64"), ((num_envs, *shape), dtype), (one, "float32"), *[(one, "bool")] * 4]
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return -(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64
+
+
+def _size(num_envs: int, shape: tuple[int, ...], dtype: str) -> int:
+    return sum(_bytes(*field) for field in _fields(num_envs, shape, dtype))
+
+
+def _memory(size: int) -> int:
+    """A descriptor of nameless memory: it goes when the last process that maps it ends."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("qfleet-envs")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.truncate(fd, size)
+    return fd
+
+
+def _views(memory: int, num_envs: int, shape: tuple[int, ...], dtype: str) -> tuple[Array, EnvStep]:
+    """Actions [E] and the rows of all environments, as arrays on the shared memory."""
+    block = mmap.mmap(memory, _size(num_envs, shape, dtype))
+    arrays, offset = [], 0
+    for field in _fields(num_envs, shape, dtype):
+        arrays.append(np.ndarray(*field, buffer=block, offset=offset))
+        offset += _bytes(*field)
+    return arrays[0], EnvStep(*arrays[1:])
+
+
+# --- the worker ---------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """A worker's whole life: make the slice, then answer commands until the stream ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems signal every process; the parent decides
+    socket, memory = Connection(int(sys.argv[2])), int(sys.argv[3])
+    try:
+        mine, actions = _join(socket.recv(), memory)
+        _reply(socket, DONE)
+        while command := os.read(socket.fileno(), 1):
+            if command == STEP:
+                mine.step(actions)
+                _reply(socket, DONE)
+            else:
+                _reply(socket, ANSWER, _obey(mine, command, socket.recv()))
+        mine.close()
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone
+    except Exception:
+        _reply(socket, FAILED, traceback.format_exc())
+
+
+def _join(job: tuple[Any, ...], memory: int) -> tuple[Slice, Array]:
+    env_spec, kwargs, module, part, num_envs, shape, dtype = job
+    if module:
+        ids.import_module(module)
+    actions, out = _views(memory, num_envs, shape, dtype)
+    envs = [ids.build(env_spec, kwargs) for _ in range(part.start, part.stop)]
+    rows = spaces.observations(envs[0].observation_space, env_spec.id)
+    choices = spaces.actions(envs[0].action_space, env_spec.id)
+    return Slice(envs, rows, choices, EnvStep(*(a[part] for a in out))), actions[part]
+
+
+def _obey(mine: Slice, command: bytes, argument: Any) -> Any:
+    if command == RESET:
+        return mine.reset(argument)
+    if command == LOAD:
+        return mine.load_states(argument)
+    assert command == SAVE
+    try:
+        return mine.states()
+    except states.NoSnapshot as e:
+        return str(e)
+
+
+def _reply(socket: Connection[Any, Any], kind: bytes, value: Any = None) -> None:
+    os.write(socket.fileno(), kind)
+    if kind != DONE:
+        socket.send(value)

@@ -1,0 +1,262 @@
+"""The learner: a batch in, a flat gradient out; a flat gradient in, new parameters out.
+
+    Batch ──targets──▶ ──grads──▶ flat gradient ──(sync, with several learners)──▶ apply ──▶ parameters, target network
+
+Parameters live in one flat buffer; the network's own tensors are views of it. So the optimiser is one kernel,
+publishing one copy, and a gradient one array. `grads` and `apply` are the seam at which learners agree: the learner
+does not know how many it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qfleet import losses, networks, rng
+from qfleet.config import Config
+from qfleet.fused import MlpGradient
+from qfleet.networks import QNetwork
+from qfleet.types import Batch, Spec, State
+
+ALIGN = 16  # floats: every parameter starts on a 64-byte boundary
+CHUNK_BYTES = 16 << 20  # of batches sampled, and target values computed, in one call
+IQN_TARGET_SAMPLES = 32
+
+
+class Source(Protocol):
+    """Where batches come from (a replay)."""
+
+    def sample(self, update: int, count: int = 1, beta: float = 1.0) -> Batch: ...
+    def update_priorities(self, id: Tensor, priority: Tensor) -> None: ...
+
+
+class Learned(NamedTuple):
+    """What one call of `learn` did."""
+
+    loss_sum: float  # over its updates
+    q_mean: float  # mean value of the actions in the last batch
+    updates: int
+
+
+class Flat:
+    """One buffer that holds all parameters of a module, which become views of it; the same for gradients."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.named = dict(module.named_parameters())
+        sizes = [-(-p.numel() // ALIGN) * ALIGN for p in self.named.values()]
+        self.data = torch.zeros(sum(sizes), device=device)
+        self.grad = torch.zeros(0, device=device)
+        self._at = list(zip(self.named.values(), torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
+        for p, at in self._at:
+            view = self._view(self.data, p, at)
+            view.copy_(p.detach())
+            p.data = view
+
+    @staticmethod
+    def _view(buffer: Tensor, p: Tensor, at: int) -> Tensor:
+        part = buffer[at : at + p.numel()]
+        if p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last):
+            o, i, h, w = p.shape  # keep the strides convolutions like best
+            return part.view(o, h, w, i).permute(0, 3, 1, 2)
+        return part.view(p.shape)
+
+    def bind_grad(self) -> Tensor:
+        """Make every `.grad` a view of one flat gradient, so that backward() fills it in place."""
+        self.grad = torch.zeros_like(self.data)
+        for p, at in self._at:
+            p.grad = self._view(self.grad, p, at)
+        return self.grad
+
+
+class Learner:
+    """Online and target network, optimiser state, and the two functions over them."""
+
+    def __init__(self, config: Config, spec: Spec, device: torch.device) -> None:
+        self.config, self.spec, self.device = config, spec, device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rng.derive(config.seed, "network"))
+            self.net: QNetwork = networks.build(config, spec)
+        self.net.to(device)
+        self.target_net = copy.deepcopy(self.net)
+        self.flat = Flat(self.net, device)
+        self.target = Flat(self.target_net, device)
+        for p in self.target.named.values():
+            p.requires_grad_(False)
+        self.grad = self.flat.bind_grad()
+        self.optimizer = Optimizer(config, self.flat.data)
+        self.updates = 0
+        self.lr = config.learner.lr
+        self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
+        self._chunk = self._largest_chunk()
+        linears = self.net.plain_mlp() if device.type == "cpu" and config.learner.precision == "fp32" else None
+        self._fused = MlpGradient(linears, config.learner.loss) if linears else None
+        self._loss: Callable[[Batch, Tensor, int], tuple[losses.Loss, Tensor]] = self._forward_loss
+        self.compiled = False
+
+    # --- the two functions ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def targets(self, batch: Batch, update: int) -> Tensor:
+        """What the online network should have predicted: [B], or [B, N] for a distribution."""
+        c, n, target = self.config.learner, self.config.network, self.target_net
+        noise = self._noise(update, 1)
+        taus = self._taus(update, batch.action.shape[0], IQN_TARGET_SAMPLES, 1) if n.dist == "iqn" else None
+        with self._precision():
+            raw = target(batch.next_obs, noise, taus).float()
+            q_next = raw if n.dist == "scalar" else target.values(raw)
+            select = self.net.q(batch.next_obs, self._noise(update, 2)).float() if c.double else None
+        reward = batch.reward
+        if c.munchausen:
+            with self._precision():
+                q = target.q(batch.obs, noise).float()
+            reward = reward + losses.munchausen_bonus(q, batch.action, c.munchausen_alpha, c.munchausen_tau)
+            if n.dist == "scalar":
+                return losses.soft_scalar_target(reward, batch.discount, q_next, c.munchausen_tau)
+            return losses.soft_quantile_target(reward, batch.discount, raw, q_next, c.munchausen_tau)
+        if n.dist == "scalar":
+            return losses.scalar_target(reward, batch.discount, q_next, select)
+        action = losses.greedy(q_next if select is None else select)
+        if n.dist == "c51":
+            assert target.support is not None
+            return losses.categorical_target(reward, batch.discount, raw, action, target.support)
+        return losses.quantile_target(reward, batch.discount, raw, action)
+
+    def grads(self, batch: Batch, target: Tensor, update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """-> flat gradient, new priorities [B], loss, the network's output."""
+        if self._fused is not None:
+            return self.grad, *self._fused(batch, target)
+        out, raw = self._loss(batch, target, update)
+        self.grad.zero_()
+        out.loss.backward()  # type: ignore[no-untyped-call]
+        return self.grad, out.priority, out.loss.detach(), raw.detach()
+
+    @torch.no_grad()
+    def apply(self, grad: Tensor) -> None:
+        """Clip, optimise, refresh the target network."""
+        c = self.config.learner
+        if c.grad_clip:
+            grad.mul_((c.grad_clip / (torch.linalg.vector_norm(grad) + 1e-6)).clamp_(max=1.0))
+        self.optimizer(grad, self.lr)
+        self.updates += 1
+        if self.updates % c.target_interval == 0:
+            if c.tau == 1.0:
+                self.target.data.copy_(self.flat.data)
+            else:
+                self.target.data.lerp_(self.flat.data, c.tau)
+
+    # --- many updates ------------------------------------------------------------------------------------------
+
+    def learn(self, source: Source, updates: int, beta: float = 1.0) -> Learned:
+        """Sample, differentiate and apply, `updates` (at least one) times. Batches come in chunks where nothing in them can change."""
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        size, interval, end = self.config.learner.batch_size, self.config.learner.target_interval, self.updates + updates
+        while self.updates < end:
+            first = self.updates
+            count = min(self._chunk, end - first, interval - first % interval)
+            batch = source.sample(first, count, beta)
+            target = self.targets(batch, first)
+            for i in range(count):
+                rows = slice(i * size, (i + 1) * size)
+                part = batch if count == 1 else Batch(*(field[rows] for field in batch))
+                grad, priority, loss, raw = self.grads(part, target if count == 1 else target[rows], first + i)
+                self.apply(grad)
+                source.update_priorities(part.id, priority)
+                total_loss += loss
+        with torch.no_grad():
+            q = self.net.values(raw.float()).gather(1, part.action.unsqueeze(1)).mean()
+        return Learned(total_loss.item(), q.item(), updates)
+
+    def _largest_chunk(self) -> int:
+        """Updates whose targets may be computed together: the target network is frozen between copies, and uniform
+        samples do not depend on the updates before them. Everything that looks at the online network forbids it."""
+        c = self.config
+        if c.replay.prioritized or c.learner.double or c.network.noisy or c.network.dist == "iqn":
+            return 1
+        bytes_per_batch = 2 * c.learner.batch_size * self.spec.obs_bytes * self.spec.frame_stack
+        return max(1, CHUNK_BYTES // bytes_per_batch)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _forward_loss(self, batch: Batch, target: Tensor, update: int) -> tuple[losses.Loss, Tensor]:
+        n, c = self.config.network, self.config.learner
+        taus = self._taus(update, batch.action.shape[0], n.atoms, 0) if n.dist == "iqn" else None
+        with self._precision():
+            raw = self.net(batch.obs, self._noise(update, 0), taus)
+        raw = raw.float()
+        if n.dist == "scalar":
+            return losses.scalar_loss(raw, batch.action, target, batch.weight, c.loss), raw
+        if n.dist == "c51":
+            return losses.categorical_loss(raw, batch.action, target, batch.weight), raw
+        taus = self.net.taus if taus is None else taus
+        assert taus is not None
+        return losses.quantile_loss(raw, batch.action, taus, target, batch.weight), raw
+
+    def _noise(self, update: int, use: int) -> Tensor | None:
+        """One sample of parameter noise per forward pass; `use` tells the passes of one update apart."""
+        if not self.net.noise_size:
+            return None
+        counter = torch.tensor([update * 3 + use], device=self.device)
+        return rng.normal_torch(self._noise_key, counter, self.net.noise_size)
+
+    def _taus(self, update: int, rows: int, count: int, use: int) -> Tensor:
+        counter = torch.tensor([update * 2 + use], device=self.device)
+        return rng.uniform_torch(self._tau_key, counter, rows * count).float().view(rows, count)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.learner.precision == "bf16")
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        return {
+            "model": {k: p.detach().contiguous() for k, p in self.flat.named.items()},
+            "target": self.target.data,
+            "optimizer": self.optimizer.state(),
+            "updates": self.updates,
+        }
+
+    def load_state(self, state: State) -> None:
+        with torch.no_grad():
+            for name, p in self.flat.named.items():
+                p.copy_(state["model"][name])
+            self.target.data.copy_(state["target"])
+        self.optimizer.load_state(state["optimizer"])
+        self.updates = state["updates"]
+
+
+class Optimizer:
+    """Adam, RMSprop or SGD on one flat buffer, in place."""
+
+    def __init__(self, config: Config, data: Tensor) -> None:
+        c = config.learner
+        self.kind, self.eps, self.decay, self.data = c.optimizer, c.adam_eps, c.weight_decay, data
+        self.step = torch.zeros((), device=data.device)
+        self.m = torch.zeros_like(data if self.kind == "adam" else data[:0])
+        self.v = torch.zeros_like(data if self.kind != "sgd" else data[:0])
+
+    def __call__(self, grad: Tensor, lr: float) -> None:
+        if self.decay:
+            self.data.mul_(1.0 - lr * self.decay)
+        if self.kind == "adam":
+            # The kernel behind torch.optim.Adam(fused=True); its Python wrapper costs as much as the kernel here.
+            self.step += 1
+            torch._fused_adam_(
+                [self.data], [grad], [self.m], [self.v], [], [self.step],
+                lr=lr, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        elif self.kind == "rmsprop":
+            self.v.mul_(0.95).addcmul_(grad, grad, value=0.05)
+            self.data.addcdiv_(grad, self.v.sqrt().add_(self.eps), value=-lr)
+        else:
+            self.data.add_(grad, alpha=-lr)
+
+    def state(self) -> State:
+        return {"step": self.step, "m": self.m, "v": self.v}
+
+    def load_state(self, state: State) -> None:
+        for name in ("step", "m", "v"):
+            getattr(self, name).copy_(state[name])

@@ -1,0 +1,191 @@
+"""Recipes: an algorithm of the DQN family with hyperparameters that suit the task.
+
+`make("rainbow", "LunarLander-v3")` = the settings of the task's family, then those of the recipe, then those the recipe
+needs in that family. Everything can be overridden by a YAML file or a flag. Torch-free, so that `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from qfleet.config import Config, ConfigError, override, suggest
+
+Settings = dict[str, Any]
+
+# --- what suits a family of tasks, whatever the recipe ---------------------------------------------------------------
+
+FAMILIES: dict[str, Settings] = {
+    "general": {},
+    "cartpole": {
+        "total_steps": 50_000,
+        "env.num_envs": 8,
+        "network.hidden": (128, 128),
+        "network.v_min": 0.0,
+        "network.v_max": 100.0,
+        "replay.capacity": 50_000,
+        "replay.min_steps": 500,
+        "replay.samples_per_step": 32.0,
+        "learner.batch_size": 64,
+        "learner.lr": 1e-3,
+        "learner.n_step": 3,
+        "learner.target_interval": 100,
+        "acting.epsilon_steps": 4_000,
+        "acting.epsilon_end": 0.04,
+        "runtime.steps_per_round": 64,
+        "runtime.eval_every": 2_500,
+    },
+    "acrobot": {
+        "total_steps": 100_000,
+        "network.v_min": -100.0,
+        "network.v_max": 0.0,
+        "learner.lr": 6.3e-4,
+        "learner.batch_size": 128,
+        "learner.n_step": 3,
+        "replay.capacity": 50_000,
+        "replay.samples_per_step": 16.0,
+        "acting.epsilon_steps": 12_000,
+        "runtime.steps_per_round": 64,
+    },
+    "mountaincar": {
+        "total_steps": 120_000,
+        "env.num_envs": 16,
+        "network.v_min": -100.0,
+        "network.v_max": 0.0,
+        "learner.lr": 1e-3,
+        "learner.batch_size": 128,
+        "learner.gamma": 0.99,
+        "learner.n_step": 5,
+        "learner.target_interval": 300,
+        "replay.capacity": 50_000,
+        "replay.samples_per_step": 32.0,
+        "acting.epsilon_steps": 30_000,
+        "acting.epsilon_end": 0.07,
+        "runtime.steps_per_round": 64,
+    },
+    "lunarlander": {
+        "total_steps": 300_000,
+        "env.num_envs": 16,
+        "network.v_min": -100.0,
+        "network.v_max": 100.0,
+        "learner.lr": 5e-4,
+        "learner.batch_size": 128,
+        "learner.n_step": 3,
+        "learner.target_interval": 250,
+        "learner.lr_schedule": "linear",
+        "replay.capacity": 200_000,
+        "replay.samples_per_step": 32.0,
+        "replay.min_steps": 5_000,
+        "acting.epsilon_steps": 50_000,
+        "acting.epsilon_end": 0.02,
+        "runtime.steps_per_round": 64,
+        "runtime.lag": 1,
+        "runtime.eval_every": 25_000,
+        "runtime.checkpoint_every": 50_000,
+    },
+    "minatar": {
+        "total_steps": 1_000_000,
+        "env.num_envs": 8,
+        "network.hidden": (128,),
+        "network.v_min": 0.0,
+        "network.v_max": 50.0,
+        "learner.lr": 2.5e-4,
+        "learner.batch_size": 32,
+        "learner.target_interval": 500,
+        "learner.n_step": 3,
+        "replay.capacity": 100_000,
+        "replay.samples_per_step": 8.0,
+        "replay.min_steps": 5_000,
+        "acting.epsilon_steps": 100_000,
+        "acting.epsilon_end": 0.02,
+        "runtime.steps_per_round": 64,
+        "runtime.lag": 1,
+        "runtime.eval_every": 100_000,
+        "runtime.checkpoint_every": 200_000,
+    },
+    "atari": {
+        "total_steps": 10_000_000,
+        "env.num_envs": 8,
+        "env.frame_stack": 4,
+        "env.reward_clip": 1.0,
+        "env.sticky_actions": 0.25,
+        "env.life_loss": True,
+        "network.kind": "nature",
+        "network.hidden": (512,),
+        "learner.lr": 1e-4,
+        "learner.batch_size": 32,
+        "learner.adam_eps": 1.5e-4,
+        "learner.target_interval": 2_000,
+        "learner.threads": 2,
+        "replay.capacity": 1_000_000,
+        "replay.samples_per_step": 8.0,
+        "replay.min_steps": 20_000,
+        "acting.epsilon_steps": 250_000,
+        "acting.epsilon_end": 0.01,
+        "runtime.steps_per_round": 32,
+        "runtime.lag": 1,
+        "runtime.eval_every": 250_000,
+        "runtime.eval_episodes": 10,
+        "runtime.checkpoint_every": 250_000,
+        "runtime.log_every": 5_000,
+    },
+}
+
+# --- what makes a recipe ---------------------------------------------------------------------------------------------
+
+_PRIORITIZED: Settings = {"replay.prioritized": True, "replay.alpha": 0.5, "replay.beta": 0.4}
+
+RECIPES: dict[str, tuple[str, Settings]] = {
+    "dqn": ("the classic; the best first try, and the fastest per update", {}),
+    "double": ("double DQN: less over-estimation; a safe improvement almost everywhere", {"learner.double": True}),
+    "dueling": ("double DQN with value and advantage streams: many actions that matter little", {"learner.double": True, "network.dueling": True}),
+    "per": ("double DQN with prioritised replay: rare, important rewards", {"learner.double": True, **_PRIORITIZED}),
+    "c51": ("distribution of returns over 51 fixed atoms: strong on Atari; needs v_min and v_max", {"network.dist": "c51", "learner.adam_eps": 1.5e-4}),
+    "qr": ("distribution of returns by quantiles: like c51 without having to know the range of returns", {"network.dist": "qr", "network.atoms": 50}),
+    "iqn": ("distribution of returns by sampled quantiles: the most precise, the most expensive", {"network.dist": "iqn", "network.atoms": 32}),
+    "munchausen": ("soft targets with a log-policy bonus: strong and simple, little extra cost", {"learner.munchausen": True}),
+    "rainbow": (
+        "double, dueling, prioritised, n-step, C51 and noisy nets together: fewest steps to a good policy",
+        {
+            "learner.double": True,
+            "learner.n_step": 3,
+            "learner.adam_eps": 1.5e-4,
+            "network.dueling": True,
+            "network.dist": "c51",
+            "network.noisy": True,
+            "acting.epsilon_start": 0.0,
+            "acting.epsilon_end": 0.0,
+            **_PRIORITIZED,
+        },
+    ),
+}
+
+NAMES: tuple[str, ...] = tuple(RECIPES)
+
+# --- what a recipe needs in a family ---------------------------------------------------------------------------------
+
+TUNED: dict[tuple[str, str], Settings] = {}
+
+
+def family(env_id: str) -> str:
+    """The family of tasks an environment belongs to, from its name."""
+    name = env_id.rpartition(":")[2]
+    for prefix, found in (("CartPole", "cartpole"), ("Acrobot", "acrobot"), ("MountainCar-", "mountaincar"), ("LunarLander", "lunarlander"), ("MinAtar/", "minatar")):
+        if name.startswith(prefix):
+            return found
+    short = re.fullmatch(r"[a-z0-9_]+", env_id)
+    return "atari" if short or name.startswith("ALE/") or "NoFrameskip" in name else "general"
+
+
+def make(recipe: str, env_id: str) -> Config:
+    """The complete config of a recipe for an environment."""
+    if recipe not in RECIPES:
+        raise ConfigError(f"there is no recipe {recipe!r}.{suggest(recipe, NAMES)} `qfleet recipes` lists them.")
+    of = family(env_id)
+    settings = {"env.id": env_id, "recipe": recipe, **FAMILIES[of], **RECIPES[recipe][1], **TUNED.get((recipe, of), {})}
+    return override(Config(), settings)
+
+
+def describe() -> list[tuple[str, str]]:
+    """(name, what it is good for) of every recipe."""
+    return [(name, text) for name, (text, _) in RECIPES.items()]

@@ -1,0 +1,131 @@
+"""Replay: streams in, batches out.
+
+    rows ──▶ storage (rings; which rows are starts) ──starts──▶ uniform or priorities ──slots──▶ storage ──▶ Batch
+
+`storage` keeps the rows and gathers windows, `uniform` and `priorities` decide which starts are drawn, `limiter` says
+how often. `Replay` puts the first three together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qfleet.config import Config
+from qfleet.replay import memory, priorities, storage, uniform
+from qfleet.replay.limiter import Limiter
+from qfleet.replay.priorities import Priorities
+from qfleet.replay.storage import Storage
+from qfleet.replay.uniform import Uniform
+from qfleet.rng import key
+from qfleet.types import Batch, Spec, State, Step
+
+__all__ = ["Limiter", "Replay"]
+
+
+class Replay:
+    """Experience of `env.num_envs` streams, the newest `replay.capacity` rows of it.
+
+    Sampling is a pure function of (seed, update, contents): there is no generator whose state could be lost.
+    """
+
+    def __init__(
+        self, config: Config, spec: Spec, device: torch.device | str = "cpu", seed: int | None = None
+    ) -> None:
+        self.device = torch.device(device)
+        memory.check(config, self.memory(config, spec), self.device)
+        kernel = config.replay.prioritized and self.device.type == "cpu"
+        self._storage = Storage(config, spec, self.device, kernel)
+        self._sampler: Priorities | Uniform
+        if config.replay.prioritized:
+            self._sampler = Priorities(self._storage.size, config.replay.alpha, self.device, kernel)
+        else:
+            self._sampler = Uniform(self._storage.rows, self._storage.columns, self.device)
+        self._batch_size = config.learner.batch_size
+        self._key = key(config.seed if seed is None else seed, "replay")
+
+    @staticmethod
+    def memory(config: Config, spec: Spec) -> int:
+        """Bytes it will allocate."""
+        columns, rows = storage.shape(config)
+        sampler = priorities.memory(rows * columns) if config.replay.prioritized else uniform.memory(rows, columns)
+        return storage.memory(config, spec) + sampler
+
+    @property
+    def num_starts(self) -> int:
+        """Starts that can be drawn right now."""
+        return self._storage.num_starts
+
+    @property
+    def rows(self) -> int:
+        """Rows each column can hold."""
+        return self._storage.rows
+
+    @property
+    def count(self) -> Tensor:
+        """[E] int64, on the host: rows ever written to each column."""
+        return self._storage.count
+
+    def extend(self, rows: Step, column: int = 0) -> None:
+        """Append complete rows [R, C] to the columns column..column+C-1, each at its own cursor."""
+        for change in self._storage.extend(rows, column):
+            self._sampler.apply(change)
+
+    def sample(self, update: int, count: int = 1, beta: float = 1.0) -> Batch:
+        """The batches of updates update..update+count-1, one after the other: leading dimension count * batch_size.
+
+        Uniform batches do not depend on how many are drawn at once. Priorities change with every update, so
+        prioritised batches are drawn one by one.
+        """
+        if self.num_starts == 0:
+            raise ValueError(
+                "the replay holds no complete window to sample yet: collect more steps first (--replay.min-steps)."
+            )
+        if isinstance(self._sampler, Priorities):
+            assert count == 1
+            slot, priority = self._sampler.draw(self._key, update, self._batch_size)
+            # (N * P) ** -beta over its maximum: N and the total cancel.
+            weight = (priority.min() / priority).pow_(beta).float()
+        else:
+            counter = torch.arange(update, update + count, device=self.device)
+            slot = self._sampler.draw(self._key, counter, self._batch_size)
+            weight = torch.ones(len(slot), device=self.device)
+        window = self._storage.windows(slot)
+        return Batch(
+            obs=self._storage.frames(window.index),
+            action=window.action,
+            reward=window.reward,
+            discount=window.discount,
+            next_obs=self._storage.frames(window.next_index),
+            id=window.id,
+            weight=weight,
+        )
+
+    def update_priorities(self, id: Tensor, priority: Tensor) -> None:
+        """New |TD errors| [B] of sampled ids; ids whose rows were overwritten since are dropped. Uniform: nothing."""
+        if isinstance(self._sampler, Priorities):
+            self._sampler.update(id, priority, self._storage.oldest)
+
+    def state(self) -> State:
+        """Everything but the rows."""
+        state = self._storage.state()
+        if isinstance(self._sampler, Priorities):
+            state["priority"] = self._sampler.leaves.cpu().clone()
+            state["highest"] = self._sampler.highest.cpu().clone()
+        return state
+
+    def load_state(self, state: State) -> None:
+        """Afterwards `load_segment` every segment saved with it; then it samples what the original would."""
+        self._storage.load_state(state)
+        if isinstance(self._sampler, Priorities):
+            self._sampler.load(torch.as_tensor(state["priority"]), torch.as_tensor(state["highest"]))
+        else:
+            self._sampler.rebuild(self._storage.is_start, np.asarray(self._storage.oldest.cpu()))
+
+    def segment(self, since: Tensor | None = None) -> dict[str, Tensor]:
+        """Rows numbered `since` [E] and later that are still here (None: all), flattened, on the host."""
+        return self._storage.segment(since)
+
+    def load_segment(self, segment: dict[str, Tensor]) -> None:
+        self._storage.load_segment(segment)

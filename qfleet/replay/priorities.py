@@ -1,0 +1,131 @@
+"""Priorities of all slots in a sum tree: prioritised sampling (Schaul et al. 2016, proportional).
+
+The tree is eight wide, so the children of a node are one cache line, and flat: level 0 holds the priorities, every
+node above the sum of its eight children, always in the same order of additions. Parents are computed from their
+children and never incremented, so the tree is a function of its leaves: rebuilt from a checkpoint it is the same to
+the bit. Rows that are no starts have priority 0, and a leaf of 0 is never drawn, however sums round.
+
+There are two implementations with the same numbers: numba kernels for the CPU, where the cost of a call counts, and
+torch operations for any device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qfleet.replay.memory import zeros
+from qfleet.replay.storage import Change, to_host
+from qfleet.rng import uniform_torch
+
+FAN = 8
+EPSILON = 1e-6  # added to |TD error|: nothing becomes impossible to draw
+
+
+class Priorities:
+    def __init__(self, size: int, alpha: float, device: torch.device, kernel: bool) -> None:
+        sizes = level_sizes(size)
+        self.size, self.alpha, self.device, self.kernel = size, alpha, device, kernel
+        self.tree = zeros((sum(sizes),), torch.float64, device)
+        self.levels = self.tree.split(sizes)
+        self.leaves = self.levels[0][:size]
+        self._offset = np.cumsum([0, *sizes[:-1]])
+        # What new starts get: the highest priority so far, so that each is soon drawn once.
+        self.highest = torch.ones(1, dtype=torch.float64, device=device)
+        self._tree, self._highest = to_host(self.tree), to_host(self.highest)
+
+    def apply(self, change: Change) -> None:
+        """New rows: whatever was overwritten is zeroed first, then new starts get the highest priority."""
+        if change.dropped.size:
+            slot = torch.from_numpy(change.dropped.ravel()).to(self.device)
+            self._assign(slot, torch.zeros_like(slot, dtype=torch.float64))
+        if change.decided.size:
+            slot = torch.from_numpy(change.decided.ravel()).to(self.device)
+            self._assign(slot, torch.from_numpy(change.is_start.ravel()).to(self.device) * self.highest)
+
+    def draw(self, key: int, update: int, batch: int) -> tuple[Tensor, Tensor]:
+        """Slots [B], ascending, and their priorities [B]: one draw from each of B equal parts of the total."""
+        if self.kernel:
+            from qfleet.replay import kernels
+
+            slot, priority = np.empty(batch, dtype=np.int64), np.empty(batch)
+            kernels.draw(self._tree, self._offset, np.uint64(key), update, slot, priority)
+            return torch.from_numpy(slot), torch.from_numpy(priority)
+        u = uniform_torch(key, torch.tensor([update], device=self.device), batch)[0]
+        x = (torch.arange(batch, device=self.device) + u) / batch * self.levels[-1]
+        node = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        for level in reversed(self.levels[:-1]):
+            sums = level.view(-1, FAN)[node].cumsum(1)  # [B, 8]
+            # The child in whose part x falls. Where rounding put x behind them all: the last one that is not 0.
+            child = torch.minimum((sums <= x[:, None]).sum(1), (sums < sums[:, -1:]).sum(1))
+            x = x - torch.where(child > 0, sums.gather(1, (child - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+            node = node * FAN + child
+        return node, self.leaves[node]
+
+    def update(self, id: Tensor, error: Tensor, oldest: Tensor) -> None:
+        """Priorities (|error| + epsilon) ** alpha for ids [B]; the highest wins where an id stands twice.
+
+        Left as they are: ids of rows above the `oldest` [E] start of their column (overwritten since they were
+        sampled), ids of no starts, and errors that are not finite (a NaN in the tree would spread to its root).
+        """
+        priority = error.detach().float().abs().add_(EPSILON).pow_(self.alpha)
+        if self.kernel:
+            from qfleet.replay import kernels
+
+            arrays = (id.numpy(), priority.numpy(), oldest.numpy(), self._highest)
+            kernels.update(self._tree, self._offset, self.size, *arrays)
+            return
+        columns = len(oldest)
+        slot, fresh = id % self.size, id // columns >= oldest[id % columns]
+        taken = fresh & (self.leaves[slot] > 0) & priority.isfinite()
+        priority = torch.where(taken, priority, 0.0).double()
+        # No host synchronisation: what is not taken goes to a leaf that belongs to no slot.
+        slot = torch.where(taken, slot, self.size)
+        self.levels[0].scatter_reduce_(0, slot, priority, "amax", include_self=False)
+        self.levels[0][self.size :].zero_()
+        self._refresh(slot)
+        torch.maximum(self.highest, priority.max(), out=self.highest)
+
+    def load(self, leaves: Tensor, highest: Tensor) -> None:
+        self.leaves.copy_(leaves)
+        self.highest.copy_(highest)
+        for below, level in zip(self.levels, self.levels[1:], strict=False):
+            sums = add_children(below.view(-1, FAN))
+            level[: len(sums)] = sums
+
+    def _assign(self, slot: Tensor, priority: Tensor) -> None:
+        """Set leaves (no slot twice) and everything above them."""
+        if self.kernel:
+            from qfleet.replay import kernels
+
+            kernels.assign(self._tree, self._offset, slot.numpy(), priority.numpy())
+            return
+        self.levels[0][slot] = priority
+        self._refresh(slot)
+
+    def _refresh(self, node: Tensor) -> None:
+        for below, level in zip(self.levels, self.levels[1:], strict=False):
+            node = node // FAN
+            level[node] = add_children(below.view(-1, FAN)[node])
+
+
+def add_children(children: Tensor) -> Tensor:
+    """[..., 8] -> [...], in the order of additions of `kernels.add_children` on every device."""
+    while children.shape[-1] > 1:
+        half = children.shape[-1] // 2
+        children = children[..., :half] + children[..., half:]
+    return children[..., 0]
+
+
+def level_sizes(size: int) -> list[int]:
+    """Nodes per level, leaves first: one leaf more than slots (see `update`), each level filled up to whole nodes."""
+    sizes, nodes = [], size + 1
+    while nodes > 1:
+        sizes.append(-(-nodes // FAN) * FAN)
+        nodes = sizes[-1] // FAN
+    return [*sizes, 1]
+
+
+def memory(size: int) -> int:
+    return 8 * sum(level_sizes(size))

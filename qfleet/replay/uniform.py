@@ -1,0 +1,68 @@
+"""Uniform sampling: per column a ring of its starts, oldest first, and a draw over all of them that never waits."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qfleet.replay.memory import zeros
+from qfleet.replay.storage import Change, to_host
+from qfleet.rng import uniform_torch
+from qfleet.types import Array
+
+
+class Uniform:
+    """The starts of every column in order of age, as slots. Each ring holds up to T of them."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        assert rows * columns < 2**31
+        self.rows, self.columns, self.device = rows, columns, device
+        self.ring = zeros((rows * columns,), torch.int32, device)
+        self._ring = to_host(self.ring)
+        self._head = np.zeros(columns, dtype=np.int64)  # starts ever dropped
+        self._tail = np.zeros(columns, dtype=np.int64)  # starts ever added
+        # What `draw` reads, at fixed addresses: for every column the place of its oldest start in the ring, the number
+        # of starts in the columns before it, and the number up to and including it.
+        self.place = torch.zeros(3, columns, dtype=torch.int64, device=device)
+        self._place = to_host(self.place)
+
+    def apply(self, change: Change) -> None:
+        columns = slice(change.left, change.right)
+        self._head[columns] += np.count_nonzero(change.was_start, axis=0)
+        row, column = np.nonzero(change.is_start)
+        rank = change.is_start.cumsum(axis=0)[row, column] - 1  # among those added to the same column
+        column_at = column + change.left
+        place = (self._tail[column_at] + rank) % self.rows * self.columns + column_at
+        slot = change.decided[row, column]
+        self._ring[place] = slot
+        self._tail[columns] += np.count_nonzero(change.is_start, axis=0)
+        self._place[0] = self._head % self.rows
+        np.cumsum(self._tail - self._head, out=self._place[2])
+        self._place[1, 1:] = self._place[2, :-1]
+        if self.device.type != "cpu":
+            self.ring[torch.from_numpy(place).to(self.device)] = torch.from_numpy(slot).to(self.ring)
+            self.place.copy_(torch.from_numpy(self._place))
+
+    def draw(self, key: int, counter: Tensor, batch: int) -> Tensor:
+        """Slots [K * batch] for updates `counter` [K]: start floor(x * number of starts), column after column."""
+        x = uniform_torch(key, counter, batch).flatten()
+        oldest, before, until = self.place
+        chosen = (x * until[-1]).long()  # x < 1, so always below the number of starts
+        column = torch.searchsorted(until, chosen, right=True)
+        place = (oldest[column] + chosen - before[column]) % self.rows
+        return self.ring[place * self.columns + column].long()
+
+    def rebuild(self, is_start: Array, oldest: Array) -> None:
+        """From the map of starts [T, E] and the oldest possible start of every column."""
+        self._head[:] = self._tail[:] = 0
+        column = np.arange(self.columns)
+        by_age = (np.arange(self.rows)[:, None] + oldest) % self.rows  # [T, E]
+        nothing = np.zeros((0, self.columns), dtype=bool)
+        self.apply(
+            Change(0, self.columns, nothing, nothing, by_age * self.columns + column, is_start[by_age, column])
+        )
+
+
+def memory(rows: int, columns: int) -> int:
+    return rows * columns * 4

@@ -1,0 +1,232 @@
+"""Checkpoints: weights in safetensors, arrays and JSON beside them, one manifest with checksums, written last. No pickle.
+
+    checkpoints/
+      step_000012000/   model.safetensors  state.safetensors  state.json  manifest.json
+      best_000010000/   model.safetensors  state.json  manifest.json      (weights of the best evaluation)
+      replay/           rows_000012000.safetensors ...   (rows added since the checkpoint before)
+      last, best        links for people
+
+A folder appears under its name only when it is complete: it is written as .tmp, flushed to disk and renamed. Replay rows
+never change once written, so a checkpoint adds only the new ones; rows that have left the ring are deleted after the new
+manifest is in place. So only the newest checkpoint can be resumed; the older ones keep their weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import torch
+
+from qfleet.replay import Replay
+from qfleet.types import Array, State
+
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or of another format."""
+
+
+# --- state trees <-> JSON and arrays ---------------------------------------------------------------------------
+
+
+def split(state: Any, arrays: dict[str, Array], path: str = "") -> Any:
+    """A JSON-able copy of the tree; arrays and tensors move into `arrays` and leave {"array": path} behind."""
+    if isinstance(state, torch.Tensor):
+        state = state.detach().cpu().numpy()
+    if isinstance(state, np.ndarray):
+        arrays[path] = np.ascontiguousarray(state)
+        return {"array": path}
+    if isinstance(state, Mapping):
+        return {k: split(v, arrays, f"{path}/{k}" if path else str(k)) for k, v in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [split(v, arrays, f"{path}/{i}") for i, v in enumerate(state)]
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def join(tree: Any, arrays: Mapping[str, Array]) -> Any:
+    """The inverse of `split`; arrays come back as NumPy arrays."""
+    if isinstance(tree, dict):
+        if tree.keys() == {"array"}:
+            return arrays[tree["array"]]
+        return {k: join(v, arrays) for k, v in tree.items()}
+    return [join(v, arrays) for v in tree] if isinstance(tree, list) else tree
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, data: bytes) -> dict[str, Any]:
+    """Write and flush to disk -> the file's entry in the manifest."""
+    with open(path, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _read(path: Path, entry: Mapping[str, Any], checkpoint: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {path.name} cannot be read ({e.strerror}).") from None
+    if len(data) != entry["bytes"]:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {path.name} has {len(data):,} bytes instead of {entry['bytes']:,}.")
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: the checksum of {path.name} does not match.")
+    return data
+
+
+def _sync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _arrays(tensors: Mapping[str, Any]) -> bytes:
+    return safetensors.numpy.save({k: np.ascontiguousarray(v.cpu().numpy() if isinstance(v, torch.Tensor) else v) for k, v in tensors.items()})
+
+
+def _link(folder: Path, name: str, target: str) -> None:
+    temporary = folder / f".{name}.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(folder / name)
+
+
+def _write_folder(folder: Path, state: State, replay: list[dict[str, Any]]) -> None:
+    """One checkpoint folder, atomically. `state` holds the network's weights under learner/model."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        rest = {**state, "learner": {k: v for k, v in state["learner"].items() if k != "model"}}
+        arrays: dict[str, Array] = {}
+        tree = split(rest, arrays)
+        files = {"model.safetensors": _write(temporary / "model.safetensors", _arrays(state["learner"]["model"]))}
+        if arrays:
+            files["state.safetensors"] = _write(temporary / "state.safetensors", _arrays(arrays))
+        files["state.json"] = _write(temporary / "state.json", json.dumps(tree).encode())
+        manifest = {"format": FORMAT, "step": state["step"], "files": files, "replay": replay}
+        _write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        _sync_dir(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+# --- saving --------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self.dir, self.keep = run_dir / "checkpoints", keep
+        self._segments: list[dict[str, Any]] = []
+        self._saved_rows: torch.Tensor | None = None  # rows per column that are on disk
+        self._saved_step = -1
+
+    def save(self, step: int, state: State, replay: Replay) -> None:
+        """A full checkpoint, from which the run can go on. Saving the same step again does nothing."""
+        if step == self._saved_step:
+            return
+        rows_dir = self.dir / "replay"
+        rows_dir.mkdir(parents=True, exist_ok=True)
+        count, oldest = replay.count.cpu(), replay.count.cpu() - replay.rows
+        segments = [s for s in self._segments if bool((torch.tensor(s["upto"]) > oldest).any())]
+        name = f"rows_{step:09d}.safetensors"
+        try:
+            new = _write(rows_dir / name, _arrays(replay.segment(self._saved_rows)))
+            segments.append({"file": name, **new, "upto": count.tolist()})
+            _write_folder(self.dir / f"step_{step:09d}", {**state, "step": step, "replay": replay.state()}, segments)
+        except OSError:
+            (rows_dir / name).unlink(missing_ok=True)
+            raise
+        self._segments, self._saved_rows, self._saved_step = segments, count.clone(), step
+        _link(self.dir, "last", f"step_{step:09d}")
+        self._prune()
+
+    def save_best(self, step: int, state: State) -> None:
+        """The weights alone, as the best so far."""
+        model = {"learner": {"model": state["learner"]["model"]}, "spec": state["spec"], "step": step}
+        _write_folder(self.dir / f"best_{step:09d}", model, [])
+        _link(self.dir, "best", f"best_{step:09d}")
+        for old in self.dir.glob("best_*"):
+            if old.name != f"best_{step:09d}":
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _prune(self) -> None:
+        for old in sorted(self.dir.glob("step_*"))[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        used = {s["file"] for s in self._segments}
+        for rows in (self.dir / "replay").iterdir():
+            if rows.name not in used:
+                rows.unlink()
+
+    def load(self, replay: Replay) -> State:
+        """The newest checkpoint's state; the replay is filled from it. Later saves continue its segments."""
+        folder = newest(self.dir)
+        state, manifest = read(folder)
+        replay.load_state(state["replay"])
+        for segment in manifest["replay"]:
+            data = _read(self.dir / "replay" / segment["file"], segment, folder)
+            replay.load_segment({k: torch.from_numpy(v) for k, v in safetensors.numpy.load(data).items()})
+        self._segments, self._saved_rows, self._saved_step = manifest["replay"], replay.count.cpu().clone(), state["step"]
+        for leftover in self.dir.glob("*.tmp"):  # of a save that was cut short
+            shutil.rmtree(leftover, ignore_errors=True)
+        return state
+
+
+# --- loading -------------------------------------------------------------------------------------------------------
+
+
+def newest(checkpoints: Path) -> Path:
+    folders = sorted(p for p in checkpoints.glob("step_*") if p.suffix != ".tmp")
+    if not folders:
+        raise CheckpointError(f"{checkpoints.parent} holds no checkpoint to go on from. Start the run again, or name another run directory.")
+    return folders[-1]
+
+
+def read(folder: Path) -> tuple[State, dict[str, Any]]:
+    """-> (state with learner/model filled, manifest), every file verified."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        files = manifest["files"]
+    except (OSError, ValueError, KeyError):
+        others = sorted(str(p) for p in folder.parent.glob("*_*") if p != folder and (p / "manifest.json").exists())
+        hint = f" Weights are also in: {', '.join(others)}." if others else ""
+        raise CheckpointError(f"checkpoint {folder} is damaged: its manifest.json is missing or unreadable.{hint}") from None
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint {folder} has format {manifest['format']}; this version of qfleet reads format {FORMAT}.")
+    data = {name: _read(folder / name, entry, folder) for name, entry in files.items()}
+    arrays = safetensors.numpy.load(data["state.safetensors"]) if "state.safetensors" in data else {}
+    state: State = join(json.loads(data["state.json"]), arrays)
+    state["learner"]["model"] = safetensors.numpy.load(data["model.safetensors"])
+    return state, manifest
+
+
+def locate(run: str | Path) -> tuple[Path, Path]:
+    """RUN as the user names it (a run directory or a checkpoint in it) -> (run directory, checkpoint: best, else newest)."""
+    path = Path(run)
+    if not path.exists():
+        raise CheckpointError(f"there is no run at {str(run)!r}. Name a run directory (it holds config.yaml) or a checkpoint in it.")
+    if (path / "manifest.json").exists() or path.parent.name == "checkpoints":
+        return path.resolve().parent.parent, path.resolve()
+    if not (path / "config.yaml").exists():
+        raise CheckpointError(f"{str(run)!r} is no run directory: it has no config.yaml.")
+    best = sorted(p for p in (path / "checkpoints").glob("best_*") if p.suffix != ".tmp")
+    return path, best[-1] if best else newest(path / "checkpoints")

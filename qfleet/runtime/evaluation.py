@@ -1,0 +1,68 @@
+"""Greedy evaluation on environments of its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from qfleet import envs as environments
+from qfleet import rng
+from qfleet.acting.collector import FrameStack
+from qfleet.acting.policy import Policy
+from qfleet.config import EnvConfig
+from qfleet.envs import Envs
+
+MAX_ENVS = 20
+MAX_EPISODE_STEPS = 27_000  # 30 minutes of Atari; a greedy policy may otherwise stay in one place for ever
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Unclipped returns of greedy episodes."""
+
+    env: str
+    step: int
+    episodes: int
+    mean_return: float
+    std_return: float
+    returns: list[float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_envs(config: EnvConfig, episodes: int, seed: int, threads: int) -> Envs:
+    return environments.make(config, seed=seed, num_envs=min(episodes, MAX_ENVS), threads=threads)
+
+
+def play(policy: Policy, envs: Envs, episodes: int, seed: int, step: int) -> Evaluation:
+    """Every environment plays its share of the episodes, so short episodes are not counted more often than long ones."""
+    n = envs.num_envs
+    share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
+    stack = FrameStack(envs.spec, n)
+    obs, first = envs.reset(rng.derive(seed, "evaluation")), np.ones(n, np.bool_)
+    running, length = np.zeros(n), np.zeros(n, np.int64)
+    returns: list[list[float]] = [[] for _ in range(n)]
+    while (share > 0).any():
+        s = envs.step(policy.act(stack.push(obs, first)))
+        obs, first = s.obs, s.first
+        running += s.reward
+        length += ~s.first
+        over = s.terminated | s.truncated
+        stuck = length >= MAX_EPISODE_STEPS
+        for e in np.flatnonzero((over | stuck) & (share > 0)):
+            returns[e].append(float(running[e]))
+            share[e] = 0 if stuck[e] else share[e] - 1
+        running[over] = 0
+        length[over] = 0
+    played = [r for each in returns for r in each]
+    return Evaluation(
+        env=policy.config.env.id,
+        step=step,
+        episodes=len(played),
+        mean_return=float(np.mean(played)),
+        std_return=float(np.std(played)),
+        returns=played,
+    )

@@ -1,0 +1,222 @@
+"""The progress of a run: a live table on a terminal, one plain line per update elsewhere.
+
+Nobody watching must never stop a run: when the terminal or the pipe goes away, the display falls silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # rich is imported only for a terminal: it costs 50 ms that a script need not pay
+    from rich.console import RenderableType
+    from rich.text import Text
+
+REFRESH_SECONDS = 0.25
+SHARES = (
+    ("pipeline/env", "environment", "green"),
+    ("pipeline/act", "acting", "cyan"),
+    ("pipeline/learn", "learning", "magenta"),
+    ("pipeline/wait", "waiting", "bright_black"),
+)
+
+
+class Progress:
+    """Shows the newest value of everything it was told. `update` is cheap: the table is drawn four times a second at most.
+
+    It draws in the caller's thread, because a drawing thread would be alive when environment processes are forked.
+    """
+
+    def __init__(self, total_steps: int, title: str, interactive: bool | None = None) -> None:
+        self._total = total_steps
+        self._title = title
+        self._step = 0
+        self._values: dict[str, float] = {}
+        self._best = -math.inf
+        self._drawn = -math.inf
+        self._silent = False
+        self._live = None
+        if is_terminal() if interactive is None else interactive:
+            from rich.live import Live
+
+            self._live = Live(get_renderable=self.table, auto_refresh=False)
+            self._guard(self._live.start)
+        else:
+            self.message(title)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """The run is at `step`. `values` may hold any part of the metrics; the others keep their last value."""
+        self._step = step
+        self._values.update(values)
+        # A resumed run knows a best evaluation that this display never saw. NaN is never best.
+        for name in ("eval/mean_reward", "eval/best_mean_reward"):
+            if values.get(name, -math.inf) > self._best:
+                self._best = values[name]
+        if self._live is None:
+            self.message(line(step, self._total, self._values))
+        elif (now := time.monotonic()) - self._drawn >= REFRESH_SECONDS:
+            self._drawn = now
+            self._guard(self._live.refresh)
+
+    def message(self, text: str) -> None:
+        """A line that stays: above the table on a terminal."""
+        if self._live is None:
+            self._guard(lambda: print(text, flush=True))
+        else:
+            console = self._live.console
+            self._guard(lambda: console.print(text, markup=False, highlight=False))
+
+    def close(self) -> None:
+        """Draw the last state and give the terminal back. Safe to call twice."""
+        if self._live is not None:
+            with contextlib.suppress(OSError):
+                self._live.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _guard(self, draw: Callable[[], object]) -> None:
+        if not self._silent:
+            try:
+                draw()
+            except OSError:  # a closed pipe or terminal
+                self._silent = True
+
+    def table(self) -> RenderableType:
+        """The live view, as drawn for the newest values."""
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        value = self._values.get
+        steps = Table.grid(padding=(0, 2))
+        steps.add_row(
+            ProgressBar(
+                total=self._total, completed=self._step, width=32, complete_style="green", finished_style="green"
+            ),
+            Text(f"{self._step:,} / {self._total:,}"),
+            Text(f"{percent(self._step, self._total)}%", style="bold"),
+            Text(f"ETA {duration(eta(self._step, self._total, self._values))}"),
+        )
+        best = self._best if self._best > -math.inf else None
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold", min_width=8)
+        grid.add_column(no_wrap=True)
+        grid.add_row("steps", steps)
+        grid.add_row(
+            "speed",
+            _cells(
+                ("steps/s", value("time/steps_per_second"), ",.0f"),
+                ("updates/s", value("time/updates_per_second"), ",.0f"),
+            ),
+        )
+        grid.add_row(
+            "return",
+            _cells(
+                ("training", value("rollout/ep_rew_mean"), ",.1f"),
+                ("evaluation", value("eval/mean_reward"), ",.1f"),
+                ("best", best, ",.1f"),
+            ),
+        )
+        grid.add_row(
+            "learning",
+            _cells(
+                ("loss", value("train/loss"), ".4g"),
+                ("mean Q", value("train/q_mean"), ",.2f"),
+                ("epsilon", value("rollout/exploration_rate"), ".3f"),
+            ),
+        )
+        bar, legend = _stacked([(label, value(name, 0.0), style) for name, label, style in SHARES])
+        grid.add_row("time", bar)
+        grid.add_row("", legend)
+        return Panel(grid, title=Text(self._title), title_align="left", expand=False, padding=(0, 1))
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def line(step: int, total: int, values: Mapping[str, float]) -> str:
+    """One plain line; what is not known yet is left out."""
+    parts = [f"step {step:,}/{total:,}", f"{percent(step, total)}%"]
+    for name, text in (
+        ("time/steps_per_second", "{:,.0f} steps/s"),
+        ("time/updates_per_second", "{:,.0f} upd/s"),
+        ("rollout/ep_rew_mean", "return {:,.1f}"),
+        ("eval/mean_reward", "eval {:,.1f}"),
+        ("train/loss", "loss {:.4g}"),
+        ("rollout/exploration_rate", "eps {:.3g}"),
+    ):
+        if name in values:
+            parts.append(text.format(values[name]))
+    if (seconds := eta(step, total, values)) is not None:
+        parts.append(f"ETA {duration(seconds)}")
+    return "  ".join(parts)
+
+
+def percent(step: int, total: int) -> int:
+    """Rounded down, so that 100% means done."""
+    return min(100, 100 * step // total)
+
+
+def eta(step: int, total: int, values: Mapping[str, float]) -> float | None:
+    """Seconds left at the present speed. The mean speed would mislead: the first steps train nothing and fly."""
+    speed = values.get("time/steps_per_second", 0.0)
+    return max(0, total - step) / speed if speed > 0 else None
+
+
+def duration(seconds: float | None) -> str:
+    """12s, 3m05s, 2h07m; - when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def widths(shares: list[float], width: int) -> list[int]:
+    """Cells of a stacked bar: whole numbers that add up to `width` (largest remainders) in proportion to the shares."""
+    total = sum(shares)
+    if not total > 0:  # nothing measured yet, or NaN
+        return [0] * len(shares)
+    exact = [share / total * width for share in shares]
+    cells = [int(x) for x in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: cells[i] - exact[i])
+    for i in by_remainder[: width - sum(cells)]:
+        cells[i] += 1
+    return cells
+
+
+def _cells(*cells: tuple[str, float | None, str]) -> Text:
+    from rich.text import Text
+
+    out = Text()
+    for label, value, form in cells:
+        out.append(f"{label} ", style="dim")
+        out.append(f"{'-' if value is None else format(value, form):<12}")
+    return out
+
+
+def _stacked(shares: list[tuple[str, float, str]], width: int = 60) -> tuple[Text, Text]:
+    """A bar of coloured cells and, below it, what the colours mean."""
+    from rich.text import Text
+
+    bar, legend = Text(), Text()
+    for (label, share, style), cells in zip(shares, widths([share for _, share, _ in shares], width), strict=True):
+        bar.append("█" * cells, style=style)
+        legend.append("■ ", style=style)
+        legend.append(f"{label} {share:.0%}  ")
+    return bar, legend

@@ -1,0 +1,331 @@
+"""One run on one machine: make the parts, go round by round, look after everything that happens between rounds."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from qfleet import __version__, envs, networks, rng
+from qfleet.acting.collector import Collector
+from qfleet.acting.policy import Policy
+from qfleet.config import Config, dump_yaml
+from qfleet.learner import Learned, Learner
+from qfleet.replay import Limiter, Replay
+from qfleet.runtime import evaluation
+from qfleet.runtime.checkpoint import Checkpoints
+from qfleet.runtime.evaluation import Evaluation
+from qfleet.runtime.metrics import Metrics
+from qfleet.runtime.progress import Progress
+from qfleet.runtime.schedule import Pipelined, Serial
+from qfleet.types import State, Step
+
+PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on: the loss is no longer a number."""
+
+
+class Trainer:
+    """The parts of a run and the loop over them. `resume` goes on from the newest checkpoint in run_dir."""
+
+    def __init__(self, config: Config, run_dir: Path, progress: Progress, resume: bool = False) -> None:
+        self.run_dir, self.progress = run_dir, progress
+        threads = config.runtime.emulator_threads or os.cpu_count() or 1
+        device = torch.device(pick_device(config.device))
+        self.envs = envs.make(config.env, seed=rng.derive(config.seed, "environments"), threads=threads)
+        self.config = config = resolve(config, self.envs, device)
+        spec = self.envs.spec
+        self.learner = Learner(config, spec, device)
+        self.replay = Replay(config, spec, pick_device(config.replay.device, device), seed=config.seed)
+        self.limiter = Limiter(config)
+        pipelined = config.runtime.schedule == "pipelined"
+        self.schedule = Pipelined(config.learner.threads) if pipelined else Serial(config.runtime.lag, config.learner.threads)
+        net = networks.build(config, spec).to(device) if pipelined else self.learner.net
+        self._acting_copy = net if pipelined else None
+        self.policy = Policy(net, config, spec, device)
+        self.collector = Collector(config, self.envs, self.policy)
+        self._eval_envs: envs.Envs | None = None
+        self._eval_threads = threads
+        self.checkpoints = Checkpoints(run_dir, config.runtime.keep)
+        # What the rounds leave behind.
+        self.stored_steps = 0
+        self.best: float | None = None
+        self.evaluations_since_best = 0
+        self.lr_scale = 1.0
+        self._loss_sum, self._q_mean, self._window_updates = 0.0, 0.0, 0
+        self._before = 0.0  # seconds of earlier incarnations
+        self.stop_reason = ""
+        self.signal: int | None = None
+        position = self._load() if resume else self._start()
+        self._began = time.perf_counter()
+        self.metrics = Metrics(run_dir, position)
+        self._marks = self._clock()
+
+    def _start(self) -> None:
+        self.collector.start()
+        dump_yaml(self.config, self.run_dir / "config.yaml", versions(self.config))
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until total_steps, an early stop or a signal; every way out leaves a checkpoint."""
+        previous = self._catch_signals()
+        try:
+            while not self.stop_reason:
+                before = self.collector.steps
+                self._publish()
+                learned = self.schedule.round(self.collector.collect, self._store, self._learn)
+                self._between_rounds(before, self.collector.steps, learned)
+            self._save()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self.close()
+
+    def close(self) -> None:
+        self.schedule.close()
+        self.metrics.close()
+        self.envs.close()
+        if self._eval_envs is not None:
+            self._eval_envs.close()
+
+    def _store(self, rows: Step) -> None:
+        self.replay.extend(rows)
+        self.stored_steps = self.collector.steps
+
+    def _learn(self) -> Learned | None:
+        due = self.limiter.updates_due(self.stored_steps, self.learner.updates)
+        if due == 0 or self.replay.num_starts == 0:
+            return None
+        done = min(1.0, self.stored_steps / self.config.total_steps)
+        self.learner.lr = self.config.learner.lr * self.lr_scale * lr_factor(self.config.learner.lr_schedule, done)
+        return self.learner.learn(self.replay, due, self._beta())
+
+    def _beta(self) -> float:
+        c = self.config.replay
+        done = min(1.0, self.stored_steps / (c.beta_steps or self.config.total_steps))
+        return c.beta + (1.0 - c.beta) * done
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """The learner's parameters reach the acting copy, if there is one."""
+        if self._acting_copy is not None:
+            for mine, theirs in zip(self._acting_copy.parameters(), self.learner.net.parameters(), strict=True):
+                mine.copy_(theirs)
+
+    # --- between rounds ------------------------------------------------------------------------------------------
+
+    def _between_rounds(self, before: int, step: int, learned: Learned | None) -> None:
+        c = self.config.runtime
+        if learned is not None:
+            self._loss_sum += learned.loss_sum
+            self._window_updates += learned.updates
+            self._q_mean = learned.q_mean
+            if not math.isfinite(learned.loss_sum):
+                self._diverged(step)
+        finished = step >= self.config.total_steps
+        if crossed(before, step, c.log_every) or finished:
+            self._log(step)
+        if finished:
+            self.stop_reason = "total_steps"
+        if crossed(before, step, c.eval_every) or finished:
+            self._evaluate(step)
+        if self.signal is not None:
+            self.stop_reason = "signal"
+        if crossed(before, step, c.checkpoint_every):
+            self._save()
+
+    def _log(self, step: int) -> None:
+        now, then = self._clock(), self._marks
+        self._marks = now
+        wall = max(now["wall"] - then["wall"], 1e-9)
+        values = self.episode_values()
+        if self._window_updates:
+            values["train/loss"] = self._loss_sum / self._window_updates
+            values["train/q_mean"] = self._q_mean
+        values["train/lr"] = self.learner.lr
+        values["train/n_updates"] = self.learner.updates
+        values["time/steps_per_second"] = (now["steps"] - then["steps"]) / wall
+        values["time/updates_per_second"] = (now["updates"] - then["updates"]) / wall
+        for name in ("env", "act", "learn", "wait"):
+            values[f"pipeline/{name}"] = (now[name] - then[name]) / wall
+        self._loss_sum, self._window_updates = 0.0, 0
+        self.metrics.write(step, values)
+        self.progress.update(step, values)
+
+    def episode_values(self) -> dict[str, float]:
+        values = self.collector.episodes.means()
+        values["rollout/exploration_rate"] = self.collector.epsilon_mean()
+        values["rollout/episodes"] = self.collector.episodes.count
+        return values
+
+    def _clock(self) -> dict[str, float]:
+        return {
+            "wall": time.perf_counter(),
+            "steps": self.collector.steps,
+            "updates": self.learner.updates,
+            "env": self.collector.env_seconds,
+            "act": self.collector.act_seconds,
+            "learn": self.schedule.learn_seconds,
+            "wait": self.schedule.wait_seconds,
+        }
+
+    def _evaluate(self, step: int) -> None:
+        c = self.config.runtime
+        began = time.perf_counter()
+        self._publish()
+        result = self.evaluate(step)
+        new_best = self.best is None or result.mean_return >= self.best
+        if new_best:
+            self.best = result.mean_return
+            self.evaluations_since_best = 0
+            self.checkpoints.save_best(step, self._state())
+        else:
+            self.evaluations_since_best += 1
+            if self.config.learner.lr_schedule == "plateau" and self.evaluations_since_best % PLATEAU == 0:
+                self.lr_scale *= 0.5
+                self.progress.message(f"no new best in {PLATEAU} evaluations: learning rate × {self.lr_scale:g}")
+        values = {
+            "eval/mean_reward": result.mean_return,
+            "eval/std_reward": result.std_return,
+            "eval/best_mean_reward": self.best or 0.0,
+        }
+        self.metrics.write(step, values)
+        self.progress.update(step, values)
+        if c.stop_at is not None and result.mean_return >= c.stop_at:
+            self.stop_reason = "stop_at"
+        elif c.patience and self.evaluations_since_best >= c.patience:
+            self.stop_reason = "patience"
+        self._marks["wall"] += time.perf_counter() - began  # evaluation is not training time
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Greedy episodes on separate environments, kept open between evaluations; the seed depends on the step alone."""
+        episodes, seed = self.config.runtime.eval_episodes, rng.derive(self.config.seed, f"evaluation {step}")
+        if self._eval_envs is None:
+            self._eval_envs = evaluation.make_envs(self.config.env, episodes, seed, self._eval_threads)
+        return evaluation.play(self.policy, self._eval_envs, episodes, seed, step)
+
+    def _diverged(self, step: int) -> None:
+        saved = sorted(self.checkpoints.dir.glob("step_*"))
+        good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
+        raise TrainingError(f"the loss is no longer a finite number at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip.")
+
+    # --- stopping and resuming -----------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> dict[int, Any]:
+        """First SIGINT or SIGTERM: finish the round, checkpoint, leave. The second: leave at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:
+                os._exit(128 + number)
+            self.signal = number
+
+        return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.collector.steps, self._state(), self.replay)
+
+    def _state(self) -> State:
+        return {
+            "spec": asdict(self.envs.spec),
+            "learner": self.learner.state(),
+            "collector": self.collector.state(),
+            "stored_steps": self.stored_steps,
+            "best": self.best,
+            "evaluations_since_best": self.evaluations_since_best,
+            "lr_scale": self.lr_scale,
+            "window": [self._loss_sum, self._q_mean, self._window_updates],
+            "metrics_bytes": self.metrics.position(),
+            "seconds": self.seconds,
+        }
+
+    def _load(self) -> int:
+        """-> the length metrics.jsonl had at the checkpoint."""
+        state = self.checkpoints.load(self.replay)
+        self.learner.load_state(tensors(state["learner"]))
+        for note in self.collector.load_state(state["collector"]):
+            self.progress.message(note)
+        self.stored_steps = state["stored_steps"]
+        self.best, self.evaluations_since_best = state["best"], state["evaluations_since_best"]
+        self.lr_scale = state["lr_scale"]
+        self._loss_sum, self._q_mean, self._window_updates = state["window"]
+        self._before = state["seconds"]
+        return int(state["metrics_bytes"])
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, over all its incarnations."""
+        return self._before + time.perf_counter() - self._began
+
+
+# --- small things ----------------------------------------------------------------------------------------------------
+
+
+def crossed(before: int, after: int, every: int) -> bool:
+    """Did the count pass a multiple of `every` (0: never)?"""
+    return every > 0 and before // every < after // every
+
+
+def lr_factor(schedule: str, done: float) -> float:
+    if schedule == "linear":
+        return 1.0 - done
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return 1.0
+
+
+def pick_device(name: str, same_as: torch.device | None = None) -> str:
+    if name == "auto":
+        return str(same_as) if same_as is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but torch sees no GPU here. Use --device cpu, or run `qfleet doctor`.")
+    return name
+
+
+def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
+    """What may depend on the machine, settled once: a resumed or repeated run reads it from config.yaml."""
+    kind = config.env.vectorize if made.kind == "atari" else made.kind
+    schedule = config.runtime.schedule
+    if schedule == "auto":
+        schedule = "pipelined" if config.runtime.lag == 1 and (os.cpu_count() or 1) > 1 else "serial"
+    return replace(
+        config,
+        device=str(device),
+        env=replace(config.env, vectorize=kind),
+        runtime=replace(config.runtime, schedule=schedule),
+    )
+
+
+def versions(config: Config) -> dict[str, Any]:
+    """Recorded in config.yaml for whoever reads the run later."""
+    import gymnasium
+
+    return {
+        "qfleet": __version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "gymnasium": gymnasium.__version__,
+        "torch_threads": config.learner.threads,
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cores": os.cpu_count(),
+    }
+
+
+def tensors(state: Any) -> Any:
+    """NumPy leaves of a loaded state as tensors."""
+    if isinstance(state, dict):
+        return {k: tensors(v) for k, v in state.items()}
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state

@@ -1,0 +1,98 @@
+"""The config tree: overrides, conversions, and messages that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qfleet import config as configs
+from qfleet import recipes
+from qfleet.config import Config, ConfigError, override
+
+
+def test_override_converts_text_to_the_type_of_the_field() -> None:
+    c = override(
+        Config(),
+        {
+            "learner.lr": "3e-4",
+            "network.hidden": "64,32",
+            "learner.double": "true",
+            "total_steps": "1e5",
+            "runtime.stop-at": "475",
+            "learner.compile": True,
+        },
+    )
+    assert c.learner.lr == 3e-4
+    assert c.network.hidden == (64, 32)
+    assert c.learner.double is True
+    assert c.total_steps == 100_000 and isinstance(c.total_steps, int)
+    assert c.runtime.stop_at == 475.0
+    assert c.learner.compile == "on"
+    assert override(c, {"runtime.stop_at": "none"}).runtime.stop_at is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replay.capcity": 5}, r"unknown setting 'replay.capcity'. Did you mean replay.capacity"),
+        ({"learner.lr": "fast"}, r"learner.lr is 'fast', but it must be a number"),
+        ({"learner.lr": -1}, r"learner.lr is -1.0, but it must be positive"),
+        ({"total_steps": "1.5"}, r"total_steps is '1.5', but it must be a whole number"),
+        ({"learner.double": "maybe"}, r"learner.double is 'maybe', but it must be true or false"),
+        ({"learner.optimizer": "adm"}, r"allowed: adam, rmsprop, sgd. Did you mean adam"),
+        ({"network.kind": "natur"}, r"Did you mean nature"),
+        ({"runtime.schedule": "pipelined"}, r"add --runtime.lag 1"),
+        ({"replay.min_steps": 10**6}, r"no update would ever be made"),
+        ({"replay.capacity": 8}, r"raise it to at least"),
+        ({"learner.munchausen": True, "learner.double": True}, r"exclude each other"),
+        ({"learner.munchausen": True, "network.dist": "c51"}, r"not c51"),
+        ({"network.v_max": -20.0}, r"above network.v_min"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(Config(), values)
+
+
+@pytest.mark.parametrize("recipe", recipes.NAMES)
+@pytest.mark.parametrize("env", ["CartPole-v1", "LunarLander-v3", "MinAtar/Breakout-v1", "pong", "Other-v0"])
+def test_every_recipe_is_complete_and_survives_yaml(recipe: str, env: str, tmp_path: Path) -> None:
+    c = recipes.make(recipe, env)
+    configs.dump_yaml(c, tmp_path / "c.yaml", {"torch": "2.13"})
+    values = {k: v for k, v in configs.load_yaml(tmp_path / "c.yaml").items() if not k.startswith("resolved")}
+    assert override(Config(), values) == c
+
+
+def test_unknown_recipe_is_suggested() -> None:
+    with pytest.raises(ConfigError, match=r"no recipe 'rainbo'. Did you mean rainbow"):
+        recipes.make("rainbo", "CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("env", "family"),
+    [
+        ("CartPole-v1", "cartpole"),
+        ("MountainCar-v0", "mountaincar"),
+        ("MountainCarContinuous-v0", "general"),
+        ("mypackage.envs:LunarLander-v3", "lunarlander"),
+        ("MinAtar/Freeway-v1", "minatar"),
+        ("pong", "atari"),
+        ("ALE/Breakout-v5", "atari"),
+        ("PongNoFrameskip-v4", "atari"),
+        ("mypackage:Task-v0", "general"),
+    ],
+)
+def test_family(env: str, family: str) -> None:
+    assert recipes.family(env) == family
+
+
+def test_yaml_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config file"):
+        configs.load_yaml(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        configs.load_yaml(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="must hold settings"):
+        configs.load_yaml(tmp_path / "list.yaml")
