@@ -49,7 +49,17 @@ def theirs(seed: int) -> None:
 
 def ours(seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "qfleet", "train", "CartPole-v1", "--seed", str(seed), "--run-dir", folder + "/run"]
+        command = [
+            sys.executable,
+            "-m",
+            "qfleet",
+            "train",
+            "CartPole-v1",
+            "--seed",
+            str(seed),
+            "--run-dir",
+            folder + "/run",
+        ]
         command += ["--runtime.eval-every", "1000", "--runtime.eval-episodes", "20", "--runtime.stop-at", "475"]
         began = time.time()
         subprocess.run(command, check=True, capture_output=True)
@@ -75,7 +85,10 @@ def main() -> None:
         runs["sb3"].append(peer)
         runs["qfleet"].append(ours(seed))
         for name, values in runs.items():
-            print(f"seed {seed}  {name:8s} {values[-1]['seconds']:7.1f} s  {values[-1]['steps']:7.0f} steps  reached {values[-1]['reached']}", flush=True)
+            print(
+                f"seed {seed}  {name:8s} {values[-1]['seconds']:7.1f} s  {values[-1]['steps']:7.0f} steps  reached {values[-1]['reached']}",
+                flush=True,
+            )
     a, b = (median([r["seconds"] if r["reached"] else float("inf") for r in runs[n]]) for n in ("qfleet", "sb3"))
     print(f"median   qfleet {a:.1f} s, sb3 {b:.1f} s: 1/{b / a:.1f}")
     record("cartpole_time", {**runs, "ratio_of_medians": round(b / a, 2)})

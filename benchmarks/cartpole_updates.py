@@ -45,7 +45,10 @@ def ours(steps: int) -> dict[str, float]:
         began = time.perf_counter()
         trainer.run()
         seconds = time.perf_counter() - began
-    return {"updates_per_second": trainer.learner.updates / seconds, "steps_per_second": trainer.collector.steps / seconds}
+    return {
+        "updates_per_second": trainer.learner.updates / seconds,
+        "steps_per_second": trainer.collector.steps / seconds,
+    }
 
 
 def theirs(steps: int) -> dict[str, float]:

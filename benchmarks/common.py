@@ -26,16 +26,26 @@ def cpu_model() -> str:
 
 def commit() -> str:
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False
+        ).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "qfleet", "benchmarks/*.py") else "")
+    return git("rev-parse", "--short", "HEAD") + (
+        "+" if git("status", "--porcelain", "--", "qfleet", "benchmarks/*.py") else ""
+    )
 
 
 def record(name: str, values: dict[str, Any]) -> None:
     """Append one line to benchmarks/results/<name>.jsonl."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
-    about = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "cpu": cpu_model(), "cores": os.cpu_count(), "command": command}
+    about = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "command": command,
+    }
     with open(RESULTS / f"{name}.jsonl", "a") as f:
         f.write(json.dumps({**about, **values}) + "\n")
 
@@ -47,7 +57,9 @@ def median(values: Sequence[float]) -> float:
 def child(script: str, *args: str) -> dict[str, Any]:
     """Run one measurement in a fresh process; its last line of output is a JSON object."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, script, *args], capture_output=True, text=True, cwd=ROOT, env=env, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{script} {' '.join(args)} failed:\n{done.stdout}\n{done.stderr}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

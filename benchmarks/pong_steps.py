@@ -81,7 +81,10 @@ def theirs(steps: int) -> dict[str, float]:
     clock = Clock()
     model.learn(START + steps, callback=clock)
     seconds = time.perf_counter() - clock.began
-    return {"steps_per_second": (model.num_timesteps - START - 4) / seconds, "updates_per_second": (model._n_updates - clock.updates) / seconds}
+    return {
+        "steps_per_second": (model.num_timesteps - START - 4) / seconds,
+        "updates_per_second": (model._n_updates - clock.updates) / seconds,
+    }
 
 
 def main() -> None:

@@ -151,12 +151,16 @@ def train(c: Settings, updates: int | None = None, log: bool = False) -> list[fl
         fresh = range(known + 1, len(rows) - c.n_step)
         starts = [s for s in starts if s >= len(rows) - c.capacity] + [s for s in fresh if is_start(rows, s, c.n_step)]
         if log and steps % 1000 < c.steps_per_round and returns:
-            print(f"step {steps:6d}  updates {len(losses):6d}  return of the last 20 episodes {np.mean(returns[-20:]):.1f}")
+            print(
+                f"step {steps:6d}  updates {len(losses):6d}  return of the last 20 episodes {np.mean(returns[-20:]):.1f}"
+            )
 
         due = math.floor(max(0, steps - c.min_steps) * c.samples_per_step / c.batch_size)
         while len(losses) < due:  # update
             picks = [starts[math.floor(u * len(starts))] for u in uniform(replay, len(losses), c.batch_size)]
-            obs, action, reward, discount, next_obs = zip(*(transition(rows, s, c.n_step, c.gamma) for s in picks), strict=True)
+            obs, action, reward, discount, next_obs = zip(
+                *(transition(rows, s, c.n_step, c.gamma) for s in picks), strict=True
+            )
             with torch.no_grad():
                 best = target(torch.as_tensor(np.stack(next_obs))).amax(1)
                 y = torch.tensor(reward) + torch.tensor(discount) * best

@@ -81,7 +81,12 @@ def train(
     With `resume`, an earlier run goes on exactly where its last checkpoint stopped; only settings that do not change its
     numbers may be given beside it.
     """
-    named = {"seed": seed, "total_steps": total_steps, "run_dir": None if run_dir is None else str(run_dir), "device": device}
+    named = {
+        "seed": seed,
+        "total_steps": total_steps,
+        "run_dir": None if run_dir is None else str(run_dir),
+        "device": device,
+    }
     given = {k: v for k, v in named.items() if v is not None} | dict(overrides or {})
     if resume is not None:
         if env is not None or recipe is not None or config is not None:
@@ -114,7 +119,9 @@ def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Ev
         raise ValueError(f"episodes is {episodes}, but it must be at least 1.")
     policy, step = load_policy(run)
     chosen = policy.config.seed + 1_000_003 if seed is None else seed  # not the episodes the best was chosen on
-    with evaluation.make_envs(policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads) as envs:
+    with evaluation.make_envs(
+        policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
+    ) as envs:
         return evaluation.play(policy, envs, episodes, chosen, step)
 
 
@@ -139,7 +146,9 @@ def load_policy(run: str | Path) -> tuple[Policy, int]:
 # --- configs -----------------------------------------------------------------------------------------------------------
 
 
-def compose(env: str | None, recipe: str | None, config: str | Path | Config | None, given: Mapping[str, Any]) -> Config:
+def compose(
+    env: str | None, recipe: str | None, config: str | Path | Config | None, given: Mapping[str, Any]
+) -> Config:
     """Recipe, then file, then arguments."""
     if isinstance(config, Config):
         changes = dict(given) | ({"env.id": env} if env else {}) | ({"recipe": recipe} if recipe else {})
@@ -148,7 +157,9 @@ def compose(env: str | None, recipe: str | None, config: str | Path | Config | N
     file = {k: v for k, v in file.items() if not k.startswith("resolved.")}
     env_id = env or file.get("env.id")
     if not env_id:
-        raise ConfigError("no environment given. Name one, as in `qfleet train CartPole-v1`, or set env.id in the config file.")
+        raise ConfigError(
+            "no environment given. Name one, as in `qfleet train CartPole-v1`, or set env.id in the config file."
+        )
     base = recipes.make(str(recipe or file.get("recipe") or "dqn"), str(env_id))
     return configs.override(base, {**file, **given, "env.id": env_id, "recipe": base.recipe})
 
@@ -158,7 +169,9 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
     config = read_config(folder)
     refused = sorted(k for k in given if k.replace("-", "_") not in RESUMABLE)
     if refused:
-        raise ConfigError(f"--resume cannot change {', '.join(refused)}: the run would no longer be the same. It accepts {', '.join(RESUMABLE)}.")
+        raise ConfigError(
+            f"--resume cannot change {', '.join(refused)}: the run would no longer be the same. It accepts {', '.join(RESUMABLE)}."
+        )
     checkpoint.newest(folder / "checkpoints")  # fail before anything is opened
     config = configs.override(config, given)
     configs.dump_yaml(config, folder / "config.yaml", _resolved(folder))
@@ -182,7 +195,9 @@ def new_run_dir(config: Config) -> Path:
     if config.run_dir:
         folder = Path(config.run_dir)
         if (folder / "config.yaml").exists():
-            raise ConfigError(f"{config.run_dir!r} already holds a run. Go on with `qfleet train --resume {config.run_dir}`, or name another --run-dir.")
+            raise ConfigError(
+                f"{config.run_dir!r} already holds a run. Go on with `qfleet train --resume {config.run_dir}`, or name another --run-dir."
+            )
     else:
         env = re.sub(r"[^A-Za-z0-9_.-]+", "-", config.env.id)
         stem = Path("runs") / env / f"{config.recipe}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -197,5 +212,7 @@ def new_run_dir(config: Config) -> Path:
         probe.write_text("")
         probe.unlink()
     except OSError as e:
-        raise ConfigError(f"cannot write to the run directory {str(folder)!r}: {e.strerror}. Name another with --run-dir.") from None
+        raise ConfigError(
+            f"cannot write to the run directory {str(folder)!r}: {e.strerror}. Name another with --run-dir."
+        ) from None
     return folder

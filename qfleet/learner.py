@@ -153,7 +153,11 @@ class Learner:
     def learn(self, source: Source, updates: int, beta: float = 1.0) -> Learned:
         """Sample, differentiate and apply, `updates` (at least one) times. Batches come in chunks where nothing in them can change."""
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        size, interval, end = self.config.learner.batch_size, self.config.learner.target_interval, self.updates + updates
+        size, interval, end = (
+            self.config.learner.batch_size,
+            self.config.learner.target_interval,
+            self.updates + updates,
+        )
         while self.updates < end:
             first = self.updates
             count = min(self._chunk, end - first, interval - first % interval)

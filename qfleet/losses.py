@@ -64,9 +64,9 @@ def categorical_target(
     atoms = support.shape[0]
     low, high = support[0], support[-1]
     moved = torch.addcmul(reward.unsqueeze(1), discount.unsqueeze(1), support)  # [B, N]
-    position = (moved.clamp(low, high) - low) * ((atoms - 1) / (high - low))  # in units of atoms
-    # The left neighbour is at most the last but one, so a right one always exists: it gets all of the mass at the top
-    # end, and none where position is whole.
+    position = (moved - low) * ((atoms - 1) / (high - low))  # in units of atoms
+    # The left neighbour is at most the last but one, so a right one always exists. It gets nothing where position is
+    # whole, and everything at the top end and beyond.
     left = position.floor().clamp(0, atoms - 2)
     right_share = (position - left).clamp(0.0, 1.0)
     index = left.long()
@@ -118,9 +118,9 @@ def quantile_loss(
     of the expectations: on the scale of `scalar_loss`, and free of the spread of the return, which is no error.
     """
     predicted = _taken(quantiles, action)
-    shape = (*predicted.shape, target.shape[1])  # [B, N, M]
-    left, right, tau = predicted.unsqueeze(2).expand(shape), target.unsqueeze(1).expand(shape), taus.unsqueeze(2)
-    slope = torch.where(right < left, 1.0 - tau, tau)
-    per_sample = (slope * F.huber_loss(left, right, reduction="none", delta=kappa)).mean(2).sum(1) / kappa
+    u = target.unsqueeze(1) - predicted.unsqueeze(2)  # [B, N, M]
+    slope = (taus.unsqueeze(2) - (u < 0).float()).abs()
+    huber = F.huber_loss(u, u.new_zeros(()).expand_as(u), reduction="none", delta=kappa)
+    per_sample = (slope * huber).sum((1, 2)) / (target.shape[1] * kappa)
     priority = (target.mean(1) - predicted.detach().mean(1)).abs()
     return Loss((weight * per_sample).mean(), priority)

@@ -138,12 +138,27 @@ _PRIORITIZED: Settings = {"replay.prioritized": True, "replay.alpha": 0.5, "repl
 RECIPES: dict[str, tuple[str, Settings]] = {
     "dqn": ("the classic; the best first try, and the fastest per update", {}),
     "double": ("double DQN: less over-estimation; a safe improvement almost everywhere", {"learner.double": True}),
-    "dueling": ("double DQN with value and advantage streams: many actions that matter little", {"learner.double": True, "network.dueling": True}),
+    "dueling": (
+        "double DQN with value and advantage streams: many actions that matter little",
+        {"learner.double": True, "network.dueling": True},
+    ),
     "per": ("double DQN with prioritised replay: rare, important rewards", {"learner.double": True, **_PRIORITIZED}),
-    "c51": ("distribution of returns over 51 fixed atoms: strong on Atari; needs v_min and v_max", {"network.dist": "c51", "learner.adam_eps": 1.5e-4}),
-    "qr": ("distribution of returns by quantiles: like c51 without having to know the range of returns", {"network.dist": "qr", "network.atoms": 50}),
-    "iqn": ("distribution of returns by sampled quantiles: the most precise, the most expensive", {"network.dist": "iqn", "network.atoms": 32}),
-    "munchausen": ("soft targets with a log-policy bonus: strong and simple, little extra cost", {"learner.munchausen": True}),
+    "c51": (
+        "distribution of returns over 51 fixed atoms: strong on Atari; needs v_min and v_max",
+        {"network.dist": "c51", "learner.adam_eps": 1.5e-4},
+    ),
+    "qr": (
+        "distribution of returns by quantiles: like c51 without having to know the range of returns",
+        {"network.dist": "qr", "network.atoms": 50},
+    ),
+    "iqn": (
+        "distribution of returns by sampled quantiles: the most precise, the most expensive",
+        {"network.dist": "iqn", "network.atoms": 32},
+    ),
+    "munchausen": (
+        "soft targets with a log-policy bonus: strong and simple, little extra cost",
+        {"learner.munchausen": True},
+    ),
     "rainbow": (
         "double, dueling, prioritised, n-step, C51 and noisy nets together: fewest steps to a good policy",
         {
@@ -170,7 +185,13 @@ TUNED: dict[tuple[str, str], Settings] = {}
 def family(env_id: str) -> str:
     """The family of tasks an environment belongs to, from its name."""
     name = env_id.rpartition(":")[2]
-    for prefix, found in (("CartPole", "cartpole"), ("Acrobot", "acrobot"), ("MountainCar-", "mountaincar"), ("LunarLander", "lunarlander"), ("MinAtar/", "minatar")):
+    for prefix, found in (
+        ("CartPole", "cartpole"),
+        ("Acrobot", "acrobot"),
+        ("MountainCar-", "mountaincar"),
+        ("LunarLander", "lunarlander"),
+        ("MinAtar/", "minatar"),
+    ):
         if name.startswith(prefix):
             return found
     short = re.fullmatch(r"[a-z0-9_]+", env_id)

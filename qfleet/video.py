@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,6 +77,7 @@ def filmed(config: EnvConfig, spec: Spec, seed: int) -> Iterator[tuple[Envs, Cal
         raise ConfigError(
             f"{config.id} cannot be recorded: it draws {modes or 'nothing'}, but a video needs 'rgb_array'."
         )
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory; looking for a screen, it complains
     env = ids.build(env_spec, {**config.kwargs, "render_mode": "rgb_array"})
     observations = spaces.observations(env.observation_space, config.id)
     actions = spaces.actions(env.action_space, config.id)

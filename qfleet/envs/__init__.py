@@ -45,16 +45,18 @@ def make(config: EnvConfig, *, seed: int, num_envs: int | None = None, threads: 
 
     notes: list[str] = []
     vec = _native(config, env_spec, num_envs, notes)
-    sample: Any = vec or ids.build(env_spec, config.kwargs)  # a single one is thrown away: it tells spaces and speed
-    observed = vec.single_observation_space if vec else sample.observation_space
-    observations = spaces.observations(observed, config.id)
-    actions = spaces.actions(vec.single_action_space if vec else sample.action_space, config.id)
+    sample: Any = (
+        ids.build(env_spec, config.kwargs) if vec is None else vec
+    )  # a single one is thrown away: it tells spaces and speed
+    single = "" if vec is None else "single_"
+    observations = spaces.observations(getattr(sample, f"{single}observation_space"), config.id)
+    actions = spaces.actions(getattr(sample, f"{single}action_space"), config.id)
     spec = _spec(observations, actions, config.frame_stack)
     if observations.note:
         notes.append(observations.note)
     if why := states.obstacle(sample):
         note_restart(notes, config.id, why)
-    if vec:
+    if vec is not None:
         return native.Native(config.id, spec, vec, seed, observations, actions, notes)
 
     workers = threads or os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
-from qfleet.config import ConfigError, suggest
+from qfleet.config import ConfigError
 
 MINATAR = tuple(f"MinAtar/{game}-v1" for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"))
 ATARI_ENTRY_POINT = "ale_py.env:AtariEnv"
@@ -30,12 +31,9 @@ def find(id: str) -> EnvSpec:
         else:
             name = _register_atari(name)
     if name not in gym.registry:
-        known = [i for i, spec in gym.registry.items() if spec.entry_point != ATARI_ENTRY_POINT]
-        games = [spec.kwargs["game"] for spec in gym.registry.values() if spec.entry_point == ATARI_ENTRY_POINT]
-        hint = suggest(name, {*known, *games, *MINATAR})
         raise ConfigError(
-            f"there is no environment {id!r}.{hint} It can be any gymnasium id, module:Id for an environment that "
-            f"`import module` registers, or an Atari game such as pong."
+            f"there is no environment {id!r}.{_similar(name)} It can be any gymnasium id, module:Id for an environment "
+            f"that `import module` registers, or an Atari game such as pong."
         )
     return gym.registry[name]
 
@@ -81,19 +79,30 @@ def explained(spec: EnvSpec, kwargs: Mapping[str, Any]) -> Iterator[None]:
         box2d = isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.envs.box2d")
         remedy = 'Install it: pip install "qfleet[box2d]"' if box2d else "Install it."
         raise ConfigError(f"{spec.id} needs a package that is not installed: {e}. {remedy}") from e
+    except gym.error.Error as e:
+        raise ConfigError(f"{spec.id} cannot be made: {e}") from e
     except TypeError as e:
         if kwargs and "keyword argument" in str(e):
             raise ConfigError(f"env.kwargs {dict(kwargs)} do not suit {spec.id}: {e}") from e
         raise
 
 
+def _similar(name: str) -> str:
+    """' Did you mean ...?', whatever the case of the letters; Atari games by their short names."""
+    known = {atari_game(spec) or id for id, spec in gym.registry.items()} | set(MINATAR)
+    by_lower = {id.lower(): id for id in sorted(known)}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=3)
+    return f" Did you mean {' or '.join(by_lower[c] for c in close)}?" if close else ""
+
+
 def _register_minatar() -> None:
     try:
         with quiet():
             import minatar.gym
+
+            minatar.gym.register_envs()
     except ImportError as e:
         raise ConfigError('MinAtar is not installed. Install it: pip install "qfleet[minatar]"') from e
-    minatar.gym.register_envs()
 
 
 def _register_atari(name: str) -> str:

@@ -53,10 +53,10 @@ def observations(space: spaces.Space[Any], what: str) -> Observations:
             return row
 
         return Observations((count,), "float32", one_hot, f"{what}: the {count} discrete states are one-hot encoded")
-    if not space.is_np_flattenable:
+    if not _numeric(space):
         raise ConfigError(
-            f"{what} has the observation space {space}; it holds a Graph, Sequence or Text, which has no fixed size. "
-            f"Box, Discrete, MultiBinary, MultiDiscrete, Dict and Tuple of these work. {WRAP}"
+            f"{what} has the observation space {space}, of which not everything is numbers of a fixed count. Box, "
+            f"Discrete, MultiBinary, MultiDiscrete, Dict and Tuple of these work; Text, Sequence and Graph do not. {WRAP}"
         )
     size = math.prod(flatten_space(space).shape)
     return Observations(
@@ -65,6 +65,15 @@ def observations(space: spaces.Space[Any], what: str) -> Observations:
         lambda obs: flatten(space, obs),
         f"{what}: the {type(space).__name__} observation is flattened to {size} numbers",
     )
+
+
+def _numeric(space: spaces.Space[Any]) -> bool:
+    """Whether flattening gives a fixed count of meaningful numbers (gymnasium flattens texts, too: to character codes)."""
+    if isinstance(space, spaces.Dict):
+        return all(map(_numeric, space.values()))
+    if isinstance(space, spaces.Tuple):
+        return all(map(_numeric, space))
+    return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete)
 
 
 def actions(space: spaces.Space[Any], what: str) -> Actions:

@@ -34,6 +34,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -87,6 +88,9 @@ class Subprocess(Envs):
                 )
             for worker in range(workers):
                 self._receive(worker)
+        except BaseException:
+            self.close()
+            raise
         finally:
             os.close(memory)
 
@@ -143,17 +147,19 @@ class Subprocess(Envs):
         self._processes.append(process)
         self._sockets.append(ours)
         theirs.close()
-        ours.send(job)
+        self._send(len(self._sockets) - 1, b"", job)
 
     def _ask(self, command: bytes, arguments: Sequence[Any]) -> list[Any]:
         for worker, argument in enumerate(arguments):
-            self._send(worker, command)
-            self._sockets[worker].send(argument)
+            self._send(worker, command, argument)
         return [self._receive(worker) for worker in range(len(arguments))]
 
-    def _send(self, worker: int, command: bytes) -> None:
+    def _send(self, worker: int, command: bytes, *argument: Any) -> None:
+        socket = self._sockets[worker]
         try:
-            os.write(self._sockets[worker].fileno(), command)
+            os.write(socket.fileno(), command)
+            for value in argument:
+                socket.send(value)
         except OSError:
             self._died(worker)
 
@@ -167,8 +173,9 @@ class Subprocess(Envs):
         except (EOFError, OSError):
             self._died(worker)
         if reply == FAILED:
+            label = self._label(worker)
             self.close()
-            raise RuntimeError(f"an environment failed in {self._label(worker)}:\n{value}")
+            raise RuntimeError(f"an environment failed in {label}:\n{value}")
         return value
 
     def _died(self, worker: int) -> NoReturn:
@@ -185,8 +192,9 @@ class Subprocess(Envs):
 
 def obstacle(spec: EnvSpec) -> str:
     """Why a fresh process could not make this environment; "" if it can."""
-    where = spec.entry_point if isinstance(spec.entry_point, str) else spec.entry_point.__module__
-    if where.split(":")[0] == "__main__":
+    entry = spec.entry_point
+    module = entry.split(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
+    if module == "__main__":
         return "it is defined in the main script, which a worker process does not run: move it to a module"
     try:
         pickle.dumps(spec)
@@ -238,21 +246,25 @@ def _views(memory: int, num_envs: int, shape: tuple[int, ...], dtype: str) -> tu
 def serve() -> None:
     """A worker's whole life: make the slice, then answer commands until the stream ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems signal every process; the parent decides
-    socket, memory = Connection(int(sys.argv[2])), int(sys.argv[3])
-    try:
-        mine, actions = _join(socket.recv(), memory)
+    fds = [int(fd) for fd in sys.argv[2:]]
+    for fd in fds:
+        os.set_inheritable(fd, False)  # a simulator started by an environment must not keep the socket open
+    socket, memory = Connection(fds[0]), fds[1]
+    with suppress(EOFError, ConnectionError):  # the parent is gone; what environments raise is caught before
+        job = socket.recv()
+        try:
+            mine, actions = _join(job, memory)
+        except Exception:
+            return _reply(socket, FAILED, traceback.format_exc())
         _reply(socket, DONE)
-        while command := os.read(socket.fileno(), 1):
-            if command == STEP:
-                mine.step(actions)
-                _reply(socket, DONE)
-            else:
-                _reply(socket, ANSWER, _obey(mine, command, socket.recv()))
-        mine.close()
-    except (EOFError, ConnectionError):
-        pass  # the parent is gone
-    except Exception:
-        _reply(socket, FAILED, traceback.format_exc())
+        with closing(mine):
+            while command := os.read(socket.fileno(), 1):
+                argument = actions if command == STEP else socket.recv()
+                try:
+                    answer = _obey(mine, command, argument)
+                except Exception:
+                    return _reply(socket, FAILED, traceback.format_exc())
+                _reply(socket, DONE if command == STEP else ANSWER, answer)
 
 
 def _join(job: tuple[Any, ...], memory: int) -> tuple[Slice, Array]:
@@ -267,6 +279,8 @@ def _join(job: tuple[Any, ...], memory: int) -> tuple[Slice, Array]:
 
 
 def _obey(mine: Slice, command: bytes, argument: Any) -> Any:
+    if command == STEP:
+        return mine.step(argument)
     if command == RESET:
         return mine.reset(argument)
     if command == LOAD:

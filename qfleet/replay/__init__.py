@@ -30,9 +30,7 @@ class Replay:
     Sampling is a pure function of (seed, update, contents): there is no generator whose state could be lost.
     """
 
-    def __init__(
-        self, config: Config, spec: Spec, device: torch.device | str = "cpu", seed: int | None = None
-    ) -> None:
+    def __init__(self, config: Config, spec: Spec, device: torch.device | str = "cpu", seed: int | None = None) -> None:
         self.device = torch.device(device)
         memory.check(config, self.memory(config, spec), self.device)
         kernel = config.replay.prioritized and self.device.type == "cpu"
@@ -84,20 +82,18 @@ class Replay:
             )
         if isinstance(self._sampler, Priorities):
             assert count == 1
-            slot, priority = self._sampler.draw(self._key, update, self._batch_size)
-            # (N * P) ** -beta over its maximum: N and the total cancel.
-            weight = (priority.min() / priority).pow_(beta).float()
+            slot, weight = self._sampler.draw(self._key, update, self._batch_size, beta)
         else:
             counter = torch.arange(update, update + count, device=self.device)
             slot = self._sampler.draw(self._key, counter, self._batch_size)
             weight = torch.ones(len(slot), device=self.device)
         window = self._storage.windows(slot)
         return Batch(
-            obs=self._storage.frames(window.index),
+            obs=self._storage.observations(window.frames),
             action=window.action,
             reward=window.reward,
             discount=window.discount,
-            next_obs=self._storage.frames(window.next_index),
+            next_obs=self._storage.observations(window.next_frames),
             id=window.id,
             weight=weight,
         )

@@ -20,7 +20,7 @@ from qfleet.types import Array
 
 F = TypeVar("F", bound=Callable[..., object])
 
-assert FAN == 8  # written out in add_children
+assert FAN == 8  # written out in `add` and `draw`
 GOLDEN, MIX1, MIX2 = np.uint64(_GOLDEN), np.uint64(_MIX1), np.uint64(_MIX2)
 
 
@@ -44,9 +44,18 @@ def uniform(key: np.uint64, counter: int, i: int) -> float:
 
 
 @kernel
-def add_children(tree: Array, at: int) -> float:
-    t = tree[at : at + 8]
-    return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]))  # type: ignore[no-any-return]
+def add4(t: Array, i: int) -> float:
+    return (t[i] + t[i + 1]) + (t[i + 2] + t[i + 3])  # type: ignore[no-any-return]
+
+
+@kernel
+def add(t: Array, i: int, width: int) -> float:
+    """Sum of 1, 2, 4 or 8 neighbours, pair by pair: the sum of a node is that of its halves, to the bit."""
+    if width == 8:
+        return add4(t, i) + add4(t, i + 4)
+    if width == 4:
+        return add4(t, i)
+    return t[i] + t[i + 1] if width == 2 else t[i]  # type: ignore[no-any-return]
 
 
 @kernel
@@ -59,7 +68,7 @@ def refresh(tree: Array, offset: Array, slot: Array) -> None:
         for i in range(length):
             parent = node[i] // FAN
             if parent != last:
-                tree[offset[level] + parent] = add_children(tree, offset[level - 1] + parent * FAN)
+                tree[offset[level] + parent] = add(tree, offset[level - 1] + parent * FAN, FAN)
                 node[kept] = last = parent
                 kept += 1
         length = kept
@@ -73,15 +82,14 @@ def assign(tree: Array, offset: Array, slot: Array, priority: Array) -> None:
 
 
 @kernel
-def update(
-    tree: Array, offset: Array, size: int, id: Array, priority: Array, oldest: Array, highest: Array
-) -> None:
+def update(tree: Array, offset: Array, size: int, id: Array, priority: Array, oldest: Array, highest: Array) -> None:
     slot = np.empty_like(id)
     which = np.empty_like(id)
-    taken = 0
+    columns, taken = len(oldest), 0
     for i in range(len(id)):
-        row, at = id[i] // len(oldest), id[i] % size
-        if row >= oldest[id[i] - row * len(oldest)] and tree[at] > 0 and np.isfinite(priority[i]):
+        row, at = id[i] // columns, id[i] % size
+        age = row - oldest[id[i] - row * columns]
+        if 0 <= age < size // columns and tree[at] > 0 and np.isfinite(priority[i]):
             slot[taken], which[taken] = at, i
             taken += 1
     # The maximum of the new priorities of a slot, whatever its old one: from 0 on.
@@ -105,31 +113,41 @@ def draw(tree: Array, offset: Array, key: np.uint64, counter: int, slot: Array, 
         node[i] = 0
     for level in range(len(offset) - 2, -1, -1):
         for i in range(batch):
-            first = offset[level] + node[i] * FAN
+            # Three choices between left and right, without a branch.
             left = x[i]
-            passed, child, acc = 0.0, 0, 0.0
-            for j in range(FAN):
-                acc += tree[first + j]
-                behind = acc <= left
-                child += behind
-                passed = acc if behind else passed
-            if child == FAN:  # rounding put x behind all children: take the last one that is not 0
-                child, passed = last_child(tree, first)
-            x[i] = left - passed
+            at = offset[level] + node[i] * FAN
+            pair, other = tree[at] + tree[at + 1], tree[at + 4] + tree[at + 5]
+            half = pair + (tree[at + 2] + tree[at + 3])
+            right = left >= half
+            left = left - half if right else left
+            pair = other if right else pair
+            child = 4 if right else 0
+            right = left >= pair
+            left = left - pair if right else left
+            child = child + 2 if right else child
+            single = tree[at + child]
+            right = left >= single
+            left = left - single if right else left
+            child = child + right
+            if tree[at + child] == 0:  # sums rounded so that x lies behind everything
+                child, left = choose(tree, at, x[i])
+            x[i] = left
             node[i] = node[i] * FAN + child
     for i in range(batch):
         priority[i] = tree[slot[i]]
 
 
 @kernel
-def last_child(tree: Array, first: int) -> tuple[int, float]:
-    """The last child that adds to the sum, and the sum of those before it."""
-    child, before, acc = 0, 0.0, 0.0
-    for j in range(FAN):
-        if acc + tree[first + j] > acc:
-            child, before = j, acc
-        acc += tree[first + j]
-    return child, before
+def choose(tree: Array, at: int, x: float) -> tuple[int, float]:
+    """The same choices, but to the right only where something is: (child, what is left of x)."""
+    child, width = 0, FAN // 2
+    while width > 0:
+        left = add(tree, at + child, width)
+        if x >= left and add(tree, at + child + width, width) > 0:
+            x -= left
+            child += width
+        width //= 2
+    return child, x
 
 
 @kernel
@@ -145,11 +163,15 @@ def windows(
     stack: int,
     ints: Array,
     floats: Array,
-    index: Array,
 ) -> None:
-    """Storage.windows; fills the last three, [2, B or B * stack] each. gamma [n + 1]: powers of the discount factor."""
-    id, action, reward, discount = ints[0], ints[1], floats[0], floats[1]
+    """Storage.windows: fills ints with id, action, index and next_index, floats with reward and discount, end to end.
+
+    gamma [n + 1]: powers of the discount factor.
+    """
     batch, columns, size = len(slot), len(oldest), len(flags)
+    id, action = ints[:batch], ints[batch : 2 * batch]
+    index, next_index = ints[2 * batch : (2 + stack) * batch], ints[(2 + stack) * batch :]
+    reward, discount = floats[:batch], floats[batch:]
     bound = np.float32(clip)
     for b in range(batch):
         action[b] = action_ring[slot[b]]
@@ -175,16 +197,16 @@ def windows(
                 at += columns
                 next_slot[b] = at if at < size else at - size
     for b in range(batch):
-        frames(slot[b], flags, columns, index[0, b * stack : (b + 1) * stack])
-        frames(next_slot[b], flags, columns, index[1, b * stack : (b + 1) * stack])
+        frames(slot[b], flags, columns, index, b * stack, stack)
+        frames(next_slot[b], flags, columns, next_index, b * stack, stack)
 
 
 @kernel
-def frames(slot: int, flags: Array, columns: int, index: Array) -> None:
-    """Storage._frames for one slot: fills index [stack]."""
+def frames(slot: int, flags: Array, columns: int, index: Array, begin: int, stack: int) -> None:
+    """Storage._frames for one slot: fills index[begin : begin + stack]."""
     at = slot
-    index[-1] = slot
-    for i in range(len(index) - 2, -1, -1):
+    index[begin + stack - 1] = slot
+    for i in range(begin + stack - 2, begin - 1, -1):
         if at == len(flags) or flags[at] & FIRST:
             at = len(flags)
         else:

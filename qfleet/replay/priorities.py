@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet.replay.memory import zeros
 from qfleet.replay.storage import Change, to_host
 from qfleet.rng import uniform_torch
 
@@ -27,8 +26,8 @@ class Priorities:
     def __init__(self, size: int, alpha: float, device: torch.device, kernel: bool) -> None:
         sizes = level_sizes(size)
         self.size, self.alpha, self.device, self.kernel = size, alpha, device, kernel
-        self.tree = zeros((sum(sizes),), torch.float64, device)
-        self.levels = self.tree.split(sizes)
+        self.tree = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self.levels = self.tree.split_with_sizes(sizes)
         self.leaves = self.levels[0][:size]
         self._offset = np.cumsum([0, *sizes[:-1]])
         # What new starts get: the highest priority so far, so that each is soon drawn once.
@@ -44,41 +43,53 @@ class Priorities:
             slot = torch.from_numpy(change.decided.ravel()).to(self.device)
             self._assign(slot, torch.from_numpy(change.is_start.ravel()).to(self.device) * self.highest)
 
-    def draw(self, key: int, update: int, batch: int) -> tuple[Tensor, Tensor]:
-        """Slots [B], ascending, and their priorities [B]: one draw from each of B equal parts of the total."""
+    def draw(self, key: int, update: int, batch: int, beta: float) -> tuple[Tensor, Tensor]:
+        """Slots [B], ascending, one from each of B equal parts of the total, and their importance weights [B].
+
+        The weights are (N * P) ** -beta over their maximum; N and the total of all priorities cancel.
+        """
         if self.kernel:
             from qfleet.replay import kernels
 
-            slot, priority = np.empty(batch, dtype=np.int64), np.empty(batch)
-            kernels.draw(self._tree, self._offset, np.uint64(key), update, slot, priority)
-            return torch.from_numpy(slot), torch.from_numpy(priority)
+            drawn, leaf = np.empty(batch, dtype=np.int64), np.empty(batch)
+            kernels.draw(self._tree, self._offset, np.uint64(key), update, drawn, leaf)
+            ratio = (leaf.min() / leaf).astype(np.float32)
+            return torch.from_numpy(drawn), torch.from_numpy(ratio ** np.float32(beta))
         u = uniform_torch(key, torch.tensor([update], device=self.device), batch)[0]
         x = (torch.arange(batch, device=self.device) + u) / batch * self.levels[-1]
         node = torch.zeros(batch, dtype=torch.int64, device=self.device)
         for level in reversed(self.levels[:-1]):
-            sums = level.view(-1, FAN)[node].cumsum(1)  # [B, 8]
-            # The child in whose part x falls. Where rounding put x behind them all: the last one that is not 0.
-            child = torch.minimum((sums <= x[:, None]).sum(1), (sums < sums[:, -1:]).sum(1))
-            x = x - torch.where(child > 0, sums.gather(1, (child - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-            node = node * FAN + child
-        return node, self.leaves[node]
+            children = level.view(-1, FAN)[node]  # [B, 8]
+            pairs = add_pairs(children)
+            node = node * FAN
+            child = torch.zeros_like(node)
+            for sums in (add_pairs(pairs), pairs, children):
+                left, right = sums.gather(1, child[:, None])[:, 0], sums.gather(1, child[:, None] + 1)[:, 0]
+                # To the right only where something is: sums round, so x may lie behind the last leaf.
+                go = (x >= left) & (right > 0)
+                x = torch.where(go, x - left, x)
+                child = (child + go) * 2
+            node = node + child // 2
+        priority = self.leaves[node]
+        return node, (priority.min() / priority).float().pow_(beta)
 
     def update(self, id: Tensor, error: Tensor, oldest: Tensor) -> None:
         """Priorities (|error| + epsilon) ** alpha for ids [B]; the highest wins where an id stands twice.
 
-        Left as they are: ids of rows above the `oldest` [E] start of their column (overwritten since they were
-        sampled), ids of no starts, and errors that are not finite (a NaN in the tree would spread to its root).
+        Left as they are: ids of rows older than the `oldest` [E] start of their column (overwritten since they were
+        sampled), ids that are no starts, and errors that are not finite (a NaN would spread to the root).
         """
-        priority = error.detach().float().abs().add_(EPSILON).pow_(self.alpha)
+        error = error.detach().float()
         if self.kernel:
             from qfleet.replay import kernels
 
-            arrays = (id.numpy(), priority.numpy(), oldest.numpy(), self._highest)
-            kernels.update(self._tree, self._offset, self.size, *arrays)
+            power = (np.abs(error.numpy()) + np.float32(EPSILON)) ** np.float32(self.alpha)
+            kernels.update(self._tree, self._offset, self.size, id.numpy(), power, oldest.numpy(), self._highest)
             return
+        priority = (error.abs() + EPSILON).pow_(self.alpha)
         columns = len(oldest)
-        slot, fresh = id % self.size, id // columns >= oldest[id % columns]
-        taken = fresh & (self.leaves[slot] > 0) & priority.isfinite()
+        slot, age = id % self.size, id // columns - oldest[id % columns]
+        taken = (age >= 0) & (age < self.size // columns) & (self.leaves[slot] > 0) & priority.isfinite()
         priority = torch.where(taken, priority, 0.0).double()
         # No host synchronisation: what is not taken goes to a leaf that belongs to no slot.
         slot = torch.where(taken, slot, self.size)
@@ -110,12 +121,14 @@ class Priorities:
             level[node] = add_children(below.view(-1, FAN)[node])
 
 
+def add_pairs(x: Tensor) -> Tensor:
+    """[..., 2 n] -> [..., n]: sums of neighbours."""
+    return x[..., ::2] + x[..., 1::2]
+
+
 def add_children(children: Tensor) -> Tensor:
-    """[..., 8] -> [...], in the order of additions of `kernels.add_children` on every device."""
-    while children.shape[-1] > 1:
-        half = children.shape[-1] // 2
-        children = children[..., :half] + children[..., half:]
-    return children[..., 0]
+    """[..., 8] -> [...]: always the same order of additions, on every device."""
+    return add_pairs(add_pairs(add_pairs(children)))[..., 0]
 
 
 def level_sizes(size: int) -> list[int]:

@@ -15,7 +15,6 @@ for the device to find out how much there is.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
-from qfleet.replay.memory import zeros
 from qfleet.types import Array, Spec, State, Step
 
 TERMINATED, TRUNCATED, FIRST = 1, 2, 4  # bits of `flags`
@@ -49,8 +47,8 @@ class Window(NamedTuple):
     action: Tensor  # [B] int64
     reward: Tensor  # [B] float32
     discount: Tensor  # [B] float32
-    index: Tensor  # [B * stack] int64: slots of the frames of obs, oldest first; `size` is the frame of zeros
-    next_index: Tensor  # [B * stack] int64
+    frames: Tensor  # [B * stack] int64: slots of the frames of obs, oldest first; `size` is the frame of zeros
+    next_frames: Tensor  # [B * stack] int64: the same for next_obs
 
 
 class Storage:
@@ -66,11 +64,13 @@ class Storage:
         self._gammas = [config.learner.gamma**i for i in range(self.n + 1)]
         self._gamma = torch.tensor(self._gammas, dtype=torch.float32, device=device)  # [n + 1]
 
-        # One frame more than slots, of zeros: what a stack shows before the first frame of an episode.
-        self.obs = zeros((self.size + 1, *spec.obs_shape), spec.torch_dtype, device)
-        self.action = zeros((self.size,), action_dtype(spec), device)
-        self.reward = zeros((self.size,), torch.float32, device)
-        self.flags = zeros((self.size,), torch.uint8, device)
+        # One frame more than slots, of zeros: what a stack shows before the first frame of an episode. The large rings
+        # are left untouched, so that they take memory only as they fill.
+        self.obs = torch.empty((self.size + 1, *spec.obs_shape), dtype=spec.torch_dtype, device=device)
+        self.obs[-1].zero_()
+        self.action = torch.empty(self.size, dtype=action_dtype(spec), device=device)
+        self.reward = torch.empty(self.size, dtype=torch.float32, device=device)
+        self.flags = torch.zeros(self.size, dtype=torch.uint8, device=device)
 
         # Host side. On the CPU the NumPy arrays are views of the tensors.
         self.num_starts = 0
@@ -84,8 +84,15 @@ class Storage:
         rings = (self.obs[: self.size], self.action, self.reward)
         self._grids = [self._native(ring).reshape(self.rows, self.columns, *ring.shape[1:]) for ring in rings]
 
-        kernel_rings = (self.action, self.reward, self.flags, self._gamma, self.oldest)
-        self._kernel_rings = [to_host(ring) for ring in kernel_rings] if kernel else []
+        self._kernel_rings: tuple[Array, Array, Array, Array, Array] | None = None
+        if kernel:
+            self._kernel_rings = (
+                to_host(self.action),
+                to_host(self.reward),
+                to_host(self.flags),
+                to_host(self._gamma),
+                self._oldest,
+            )
 
     def _native(self, x: Tensor) -> Any:
         return to_host(x) if self.device.type == "cpu" else x
@@ -95,7 +102,7 @@ class Storage:
     def extend(self, rows: Step, column: int) -> Iterator[Change]:
         """Write rows [R, C] below the newest ones of columns column..column+C-1; yields what became of the starts."""
         length, width = rows.action.shape
-        assert 0 <= column and column + width <= self.columns, (column, width, self.columns)
+        assert column >= 0 and column + width <= self.columns, (column, width, self.columns)
         fields = [self._native(field) for field in (rows.obs, rows.action, rows.reward)]
         flags = pack(rows.terminated, rows.truncated, rows.first)
         # Longer than this and a row would be overwritten before its window was looked at.
@@ -138,7 +145,7 @@ class Storage:
 
         self._count[left:right] = end
         self._oldest[left:right] = self._first_start(end)
-        self.num_starts += np.count_nonzero(is_start) - np.count_nonzero(was_start)
+        self.num_starts += int(np.count_nonzero(is_start)) - int(np.count_nonzero(was_start))
         if self.device.type != "cpu":
             slots = torch.from_numpy(self._slots(written, left, right)).to(self.device)
             self.flags[slots] = torch.from_numpy(flags).to(self.device)
@@ -178,7 +185,9 @@ class Storage:
             at = (at + self.columns) % self.size
         discount = self._gamma[length].masked_fill(terminated, 0.0)
         after = (slot + length * self.columns) % self.size
-        return Window(self.ids(slot), self.action[slot].long(), reward, discount, self._frames(slot), self._frames(after))
+        return Window(
+            self.ids(slot), self.action[slot].long(), reward, discount, self._frames(slot), self._frames(after)
+        )
 
     def _frames(self, slot: Tensor) -> Tensor:
         """Slots of the stack that ends at slots [B], oldest frame first; nothing from before the last `first`."""
@@ -193,16 +202,17 @@ class Storage:
     def _windows_kernel(self, slot: Tensor) -> Window:
         from qfleet.replay import kernels
 
-        batch = len(slot)
-        ints, floats = np.empty((2, batch), dtype=np.int64), np.empty((2, batch), dtype=np.float32)
-        index = np.empty((2, batch * self.stack), dtype=np.int64)
-        kernels.windows(slot.numpy(), *self._kernel_rings, self.rows, self.clip, self.stack, ints, floats, index)
-        outputs = (torch.from_numpy(array).unbind() for array in (ints, floats, index))
-        return Window(*itertools.chain.from_iterable(outputs))
+        assert self._kernel_rings is not None
+        batch, frames = len(slot), len(slot) * self.stack
+        ints, floats = np.empty(2 * (batch + frames), dtype=np.int64), np.empty(2 * batch, dtype=np.float32)
+        kernels.windows(slot.numpy(), *self._kernel_rings, self.rows, self.clip, self.stack, ints, floats)
+        id, action, now, after = torch.from_numpy(ints).split_with_sizes([batch, batch, frames, frames])
+        reward, discount = torch.from_numpy(floats).split_with_sizes([batch, batch])
+        return Window(id, action, reward, discount, now, after)
 
-    def frames(self, index: Tensor) -> Tensor:
+    def observations(self, frames: Tensor) -> Tensor:
         """Observations [B, *input_shape] from slots [B * stack]."""
-        return self.obs.index_select(0, index).view(-1, *self._input_shape)
+        return self.obs.index_select(0, frames).view(-1, *self._input_shape)
 
     def ids(self, slot: Tensor) -> Tensor:
         """row * E + column of starts: unlike the slot, never used twice."""
@@ -294,7 +304,8 @@ def to_host(x: Tensor) -> Array:
 def pack(terminated: Tensor, truncated: Tensor, first: Tensor) -> Array:
     """The three flags of every row as the bits of one byte."""
     a, b, c = (to_host(flag).view(np.uint8) for flag in (terminated, truncated, first))
-    return a * np.uint8(TERMINATED) | b * np.uint8(TRUNCATED) | c * np.uint8(FIRST)
+    flags: Array = a * np.uint8(TERMINATED) | b * np.uint8(TRUNCATED) | c * np.uint8(FIRST)
+    return flags
 
 
 def starts(flags: Array, n: int) -> Array:

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet.replay.memory import zeros
 from qfleet.replay.storage import Change, to_host
 from qfleet.rng import uniform_torch
 from qfleet.types import Array
@@ -18,7 +17,7 @@ class Uniform:
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         assert rows * columns < 2**31
         self.rows, self.columns, self.device = rows, columns, device
-        self.ring = zeros((rows * columns,), torch.int32, device)
+        self.ring = torch.zeros(rows * columns, dtype=torch.int32, device=device)
         self._ring = to_host(self.ring)
         self._head = np.zeros(columns, dtype=np.int64)  # starts ever dropped
         self._tail = np.zeros(columns, dtype=np.int64)  # starts ever added
@@ -59,9 +58,7 @@ class Uniform:
         column = np.arange(self.columns)
         by_age = (np.arange(self.rows)[:, None] + oldest) % self.rows  # [T, E]
         nothing = np.zeros((0, self.columns), dtype=bool)
-        self.apply(
-            Change(0, self.columns, nothing, nothing, by_age * self.columns + column, is_start[by_age, column])
-        )
+        self.apply(Change(0, self.columns, nothing, nothing, by_age * self.columns + column, is_start[by_age, column]))
 
 
 def memory(rows: int, columns: int) -> int:

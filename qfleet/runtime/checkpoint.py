@@ -43,7 +43,7 @@ def split(state: Any, arrays: dict[str, Array], path: str = "") -> Any:
     if isinstance(state, torch.Tensor):
         state = state.detach().cpu().numpy()
     if isinstance(state, np.ndarray):
-        arrays[path] = np.ascontiguousarray(state)
+        arrays[path] = np.asarray(state, order="C")  # ascontiguousarray would give scalars a dimension
         return {"array": path}
     if isinstance(state, Mapping):
         return {k: split(v, arrays, f"{path}/{k}" if path else str(k)) for k, v in state.items()}
@@ -77,9 +77,13 @@ def _read(path: Path, entry: Mapping[str, Any], checkpoint: Path) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as e:
-        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {path.name} cannot be read ({e.strerror}).") from None
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is damaged: {path.name} cannot be read ({e.strerror})."
+        ) from None
     if len(data) != entry["bytes"]:
-        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {path.name} has {len(data):,} bytes instead of {entry['bytes']:,}.")
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is damaged: {path.name} has {len(data):,} bytes instead of {entry['bytes']:,}."
+        )
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: the checksum of {path.name} does not match.")
     return data
@@ -94,7 +98,9 @@ def _sync_dir(path: Path) -> None:
 
 
 def _arrays(tensors: Mapping[str, Any]) -> bytes:
-    return safetensors.numpy.save({k: np.ascontiguousarray(v.cpu().numpy() if isinstance(v, torch.Tensor) else v) for k, v in tensors.items()})
+    return safetensors.numpy.save(
+        {k: np.asarray(v.cpu().numpy() if isinstance(v, torch.Tensor) else v, order="C") for k, v in tensors.items()}
+    )
 
 
 def _link(folder: Path, name: str, target: str) -> None:
@@ -184,7 +190,11 @@ class Checkpoints:
         for segment in manifest["replay"]:
             data = _read(self.dir / "replay" / segment["file"], segment, folder)
             replay.load_segment({k: torch.from_numpy(v) for k, v in safetensors.numpy.load(data).items()})
-        self._segments, self._saved_rows, self._saved_step = manifest["replay"], replay.count.cpu().clone(), state["step"]
+        self._segments, self._saved_rows, self._saved_step = (
+            manifest["replay"],
+            replay.count.cpu().clone(),
+            state["step"],
+        )
         for leftover in self.dir.glob("*.tmp"):  # of a save that was cut short
             shutil.rmtree(leftover, ignore_errors=True)
         return state
@@ -196,7 +206,9 @@ class Checkpoints:
 def newest(checkpoints: Path) -> Path:
     folders = sorted(p for p in checkpoints.glob("step_*") if p.suffix != ".tmp")
     if not folders:
-        raise CheckpointError(f"{checkpoints.parent} holds no checkpoint to go on from. Start the run again, or name another run directory.")
+        raise CheckpointError(
+            f"{checkpoints.parent} holds no checkpoint to go on from. Start the run again, or name another run directory."
+        )
     return folders[-1]
 
 
@@ -209,9 +221,13 @@ def read(folder: Path) -> tuple[State, dict[str, Any]]:
     except (OSError, ValueError, KeyError):
         others = sorted(str(p) for p in folder.parent.glob("*_*") if p != folder and (p / "manifest.json").exists())
         hint = f" Weights are also in: {', '.join(others)}." if others else ""
-        raise CheckpointError(f"checkpoint {folder} is damaged: its manifest.json is missing or unreadable.{hint}") from None
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: its manifest.json is missing or unreadable.{hint}"
+        ) from None
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {folder} has format {manifest['format']}; this version of qfleet reads format {FORMAT}.")
+        raise CheckpointError(
+            f"checkpoint {folder} has format {manifest['format']}; this version of qfleet reads format {FORMAT}."
+        )
     data = {name: _read(folder / name, entry, folder) for name, entry in files.items()}
     arrays = safetensors.numpy.load(data["state.safetensors"]) if "state.safetensors" in data else {}
     state: State = join(json.loads(data["state.json"]), arrays)
@@ -223,7 +239,9 @@ def locate(run: str | Path) -> tuple[Path, Path]:
     """RUN as the user names it (a run directory or a checkpoint in it) -> (run directory, checkpoint: best, else newest)."""
     path = Path(run)
     if not path.exists():
-        raise CheckpointError(f"there is no run at {str(run)!r}. Name a run directory (it holds config.yaml) or a checkpoint in it.")
+        raise CheckpointError(
+            f"there is no run at {str(run)!r}. Name a run directory (it holds config.yaml) or a checkpoint in it."
+        )
     if (path / "manifest.json").exists() or path.parent.name == "checkpoints":
         return path.resolve().parent.parent, path.resolve()
     if not (path / "config.yaml").exists():

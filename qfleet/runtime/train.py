@@ -50,7 +50,9 @@ class Trainer:
         self.replay = Replay(config, spec, pick_device(config.replay.device, device), seed=config.seed)
         self.limiter = Limiter(config)
         pipelined = config.runtime.schedule == "pipelined"
-        self.schedule = Pipelined(config.learner.threads) if pipelined else Serial(config.runtime.lag, config.learner.threads)
+        self.schedule = (
+            Pipelined(config.learner.threads) if pipelined else Serial(config.runtime.lag, config.learner.threads)
+        )
         net = networks.build(config, spec).to(device) if pipelined else self.learner.net
         self._acting_copy = net if pipelined else None
         self.policy = Policy(net, config, spec, device)
@@ -219,7 +221,9 @@ class Trainer:
     def _diverged(self, step: int) -> None:
         saved = sorted(self.checkpoints.dir.glob("step_*"))
         good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
-        raise TrainingError(f"the loss is no longer a finite number at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip.")
+        raise TrainingError(
+            f"the loss is no longer a finite number at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip."
+        )
 
     # --- stopping and resuming -----------------------------------------------------------------------------------
 

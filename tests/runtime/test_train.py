@@ -1,0 +1,279 @@
+"""Whole runs: same seed twice, serial = pipelined, resume to the bit, signals, early stops, divergence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qfleet
+from qfleet.config import ConfigError
+from qfleet.runtime import checkpoint
+from qfleet.runtime.checkpoint import CheckpointError
+from qfleet.runtime.train import TrainingError, crossed, lr_factor
+
+SMALL = {
+    "network.hidden": (32, 32),
+    "replay.capacity": 1_500,  # wraps within a run
+    "replay.min_steps": 200,
+    "replay.samples_per_step": 4.0,
+    "learner.batch_size": 16,
+    "runtime.steps_per_round": 32,
+    "runtime.log_every": 32,
+    "runtime.eval_every": 1_000,
+    "runtime.eval_episodes": 2,
+    "runtime.checkpoint_every": 500,
+}
+
+
+def train(
+    run_dir: Path, recipe: str = "dqn", steps: int = 2_000, env: str = "CartPole-v1", **overrides: Any
+) -> qfleet.Run:
+    values = SMALL | {k.replace("__", "."): v for k, v in overrides.items()}
+    return qfleet.train(env, recipe=recipe, total_steps=steps, run_dir=run_dir, progress=False, overrides=values)
+
+
+def numbers(run_dir: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "pipeline/"))} for row in rows]
+
+
+def weights(run_dir: Path) -> dict[str, Any]:
+    state, _ = checkpoint.read(checkpoint.newest(run_dir / "checkpoints"))
+    model: dict[str, Any] = state["learner"]["model"]
+    return model
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    x, y = weights(a), weights(b)
+    return x.keys() == y.keys() and all((x[k] == y[k]).all() for k in x)
+
+
+@pytest.mark.parametrize("recipe", ["dqn", "rainbow"])
+def test_same_seed_same_metrics_other_seed_others(tmp_path: Path, recipe: str) -> None:
+    train(tmp_path / "a", recipe)
+    train(tmp_path / "b", recipe)
+    train(tmp_path / "c", recipe, seed=2)
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
+    assert any("train/loss" in row for row in numbers(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("recipe", ["dqn", "per", "rainbow"])
+def test_serial_and_pipelined_have_the_same_losses(tmp_path: Path, recipe: str) -> None:
+    train(tmp_path / "serial", recipe, runtime__lag=1, runtime__schedule="serial")
+    train(tmp_path / "pipelined", recipe, runtime__lag=1, runtime__schedule="pipelined")
+    train(tmp_path / "lag0", recipe, runtime__lag=0)
+    assert numbers(tmp_path / "serial") == numbers(tmp_path / "pipelined")
+    assert same_weights(tmp_path / "serial", tmp_path / "pipelined")
+    assert numbers(tmp_path / "serial") != numbers(tmp_path / "lag0")
+
+
+KILLED = """
+import os, sys, json
+import qfleet.runtime.train as t
+steps, args = int(sys.argv[1]), json.loads(sys.argv[2])
+between = t.Trainer._between_rounds
+def die(self, before, step, learned):
+    if step >= steps:
+        os.kill(os.getpid(), 9)
+    between(self, before, step, learned)
+t.Trainer._between_rounds = die
+import qfleet
+qfleet.train(progress=False, **args)
+"""
+
+
+def killed(steps: int, **args: Any) -> None:
+    """A training process that is SIGKILLed after the round that reaches `steps`."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(steps), json.dumps(args)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize("schedule", ["serial", "pipelined"])
+@pytest.mark.parametrize(
+    ("env", "recipe"), [("CartPole-v1", "rainbow"), ("MinAtar/Breakout-v1", "dqn"), ("CartPole-v1", "dqn")]
+)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, schedule: str, env: str, recipe: str) -> None:
+    overrides = {**SMALL, "runtime.schedule": schedule, "runtime.lag": 1, "env.num_envs": 4}
+    common = {"env": env, "recipe": recipe, "total_steps": 2_000, "overrides": overrides}
+    qfleet.train(**common, run_dir=tmp_path / "whole", progress=False)
+    killed(777, **common, run_dir=str(tmp_path / "killed"))
+    killed(1_650, resume=str(tmp_path / "killed"))
+    qfleet.train(resume=tmp_path / "killed", progress=False)
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert same_weights(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_environments_without_state_start_new_episodes_and_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"env": "LunarLander-v3", "env__vectorize": "inprocess", "env__num_envs": 2, "runtime__lag": 0}
+    train(tmp_path / "run", steps=800, **settings)
+    capsys.readouterr()
+    run = qfleet.train(resume=tmp_path / "run", total_steps=1_200, progress=False)
+    assert "episodes in flight restart" in capsys.readouterr().out
+    assert run.metrics[-1]["step"] >= 1_200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_checkpoints_and_exits_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    flags = [
+        "--runtime.log-every",
+        "64",
+        "--runtime.eval-every",
+        "0",
+        "--runtime.eval-episodes",
+        "2",
+        "--network.hidden",
+        "16,16",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "qfleet",
+        "train",
+        "CartPole-v1",
+        "--total-steps",
+        "400000",
+        "--run-dir",
+        str(tmp_path / "run"),
+        *flags,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        while "step " not in process.stdout.readline():  # until training has begun
+            assert process.poll() is None
+        process.send_signal(number)
+        rest = process.stdout.read()
+    assert process.returncode == 128 + number, rest
+    assert "Traceback" not in rest and "--resume" in rest
+    saved = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    step = int(saved.name.removeprefix("step_"))
+    assert 0 < step < 400_000
+    run = qfleet.train(resume=tmp_path / "run", total_steps=step + 500, progress=False)
+    assert run.metrics[-1]["step"] >= step + 500 and not run.interrupted
+
+
+def test_stop_at_and_patience(tmp_path: Path) -> None:
+    run = train(tmp_path / "reached", runtime__stop_at=1.0)
+    assert run.stop_reason == "stop_at" and run.metrics[-1]["step"] < 1_100
+    run = train(tmp_path / "patience", steps=20_000, learner__lr=1e-9, runtime__patience=2, runtime__eval_every=300)
+    assert run.stop_reason == "patience"
+    evals = [r["eval/mean_reward"] for r in run.metrics if "eval/mean_reward" in r]
+    assert max(evals) > max(evals[-2:])
+
+
+def test_plateau_halves_the_learning_rate(tmp_path: Path) -> None:
+    run = train(
+        tmp_path / "run", steps=6_000, learner__lr=1e-9, learner__lr_schedule="plateau", runtime__eval_every=300
+    )
+    rates = [r["train/lr"] for r in run.metrics if "train/lr" in r]
+    assert rates[0] == 1e-9 and min(rates) <= 5e-10
+
+
+def test_divergence_stops_the_run_and_names_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"no longer a finite number at step .* checkpoint is .*step_"):
+        train(
+            tmp_path / "run",
+            steps=20_000,
+            learner__lr=1e30,
+            learner__grad_clip=0.0,
+            learner__optimizer="sgd",
+            learner__loss="mse",
+            replay__min_steps=600,
+        )
+
+
+def test_resume_refuses_what_would_change_the_run(tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=500)
+    with pytest.raises(ConfigError, match=r"--resume cannot change learner.lr"):
+        qfleet.train(resume=tmp_path / "run", overrides={"learner.lr": 1.0})
+    with pytest.raises(ConfigError, match="leave them out"):
+        qfleet.train("CartPole-v1", resume=tmp_path / "run")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train(tmp_path / "run")
+    with pytest.raises(ConfigError, match="no run directory"):
+        qfleet.train(resume=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
+def test_a_truncated_checkpoint_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+    train(tmp_path / "run", steps=600)
+    file = checkpoint.newest(tmp_path / "run" / "checkpoints") / name
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=rf"damaged.*{name}"):
+        qfleet.train(resume=tmp_path / "run", progress=False)
+
+
+def test_truncated_replay_rows_are_refused(tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=600)
+    rows = next((tmp_path / "run" / "checkpoints" / "replay").iterdir())
+    data = bytearray(rows.read_bytes())
+    data[-1] ^= 1
+    rows.write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum"):
+        qfleet.train(resume=tmp_path / "run", progress=False)
+
+
+FULL = """
+import json, resource, sys
+import qfleet
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+qfleet.train(progress=False, **json.loads(sys.argv[1]))
+"""
+
+
+def test_a_full_disk_stops_with_the_reason_and_spares_the_last_checkpoint(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands in for the full disk: writing past it fails as writing to a full disk does."""
+    train(tmp_path / "run", steps=500, replay__capacity=100_000)
+    before = sorted(p.name for p in (tmp_path / "run" / "checkpoints").rglob("*"))
+    args = json.dumps({"resume": str(tmp_path / "run"), "total_steps": 60_000})
+    done = subprocess.run([sys.executable, "-c", FULL, args], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "File too large" in done.stderr
+    after = sorted(p.name for p in (tmp_path / "run" / "checkpoints").rglob("*"))
+    assert not [name for name in after if "tmp" in name]
+    assert set(before) <= set(after) or checkpoint.read(checkpoint.newest(tmp_path / "run" / "checkpoints"))
+
+
+def test_old_checkpoints_and_rows_are_pruned(tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=6_000, runtime__keep=2, runtime__eval_every=0)
+    folder = tmp_path / "run" / "checkpoints"
+    assert len(list(folder.glob("step_*"))) == 2
+    rows = sum(p.stat().st_size for p in (folder / "replay").iterdir())
+    assert rows < 1_500 * 60 * 2  # a ring of 1,500 rows of about 44 bytes, plus a segment that is partly overwritten
+    assert (folder / "last").resolve() == checkpoint.newest(folder).resolve()
+
+
+def test_api_run(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", steps=600)
+    assert run.dir == tmp_path / "run" and run.stop_reason == "total_steps" and not run.interrupted
+    again = run.evaluate(episodes=3, seed=5)
+    assert again.episodes == 3 and again == qfleet.evaluate(tmp_path / "run", 3, seed=5)
+    policy = qfleet.load(tmp_path / "run")
+    obs = torch.randn(7, 4).numpy()
+    assert (policy.act(obs) == run.policy.act(obs)).all() and policy.act(obs).shape == (7,)
+    assert policy.act(obs[0]) == policy.act(obs)[0]
+    with pytest.raises(ValueError, match=r"observations have shape \(7, 5\)"):
+        policy.act(torch.randn(7, 5).numpy())
+    assert run.metrics[0]["step"] > 0 and "rollout/exploration_rate" in run.metrics[0]
+
+
+def test_small_helpers() -> None:
+    assert crossed(9, 10, 10) and not crossed(10, 19, 10) and not crossed(0, 99, 0)
+    assert (
+        lr_factor("linear", 0.25) == 0.75
+        and lr_factor("cosine", 0.5) == pytest.approx(0.5)
+        and lr_factor("constant", 0.9) == 1.0
+    )
