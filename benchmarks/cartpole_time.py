@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from common import child, median, record
 
@@ -64,7 +65,7 @@ def ours(seed: int) -> dict[str, float]:
         began = time.time()
         subprocess.run(command, check=True, capture_output=True)
         seconds = time.time() - began
-        rows = [json.loads(line) for line in open(folder + "/run/metrics.jsonl")]
+        rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
         evals = [r for r in rows if "eval/mean_reward" in r]
     return {"reached": evals[-1]["eval/mean_reward"] >= 475, "steps": evals[-1]["step"], "seconds": seconds}
 

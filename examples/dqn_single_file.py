@@ -10,6 +10,7 @@ the stateless random numbers. Everything else is the plainest possible PyTorch: 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import zlib
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def transition(rows: list[Row], s: int, n: int, gamma: float) -> tuple[np.ndarra
 
 def make_net(sizes: list[int]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from qfleet import networks, recipes
 from qfleet import config as configs
+from qfleet import networks, recipes
 from qfleet.acting.policy import Policy
 from qfleet.config import Config, ConfigError
 from qfleet.runtime import checkpoint, evaluation, metrics
@@ -97,10 +97,10 @@ def train(
         folder = new_run_dir(settings)
         settings = replace(settings, run_dir=str(folder))
     title = f"{settings.env.id} · {settings.recipe} · seed {settings.seed} · {folder}"
-    with Progress(settings.total_steps, title, interactive=None if progress else False) as shown:
+    with Progress(settings.total_steps, title, silent=not progress) as shown:
         trainer = Trainer(settings, folder, shown, resume=resume is not None)
         trainer.run()
-    policy, step = load_policy(folder)
+    policy, _ = load_policy(folder)
     result = evaluate(folder, settings.runtime.eval_episodes)
     return Run(
         dir=folder,
@@ -135,8 +135,7 @@ def load_policy(run: str | Path) -> tuple[Policy, int]:
     folder, chosen = checkpoint.locate(run)
     config = read_config(folder)
     state, _ = checkpoint.read(chosen)
-    names = {f.name for f in fields(Spec)}
-    spec = Spec(**{k: tuple(v) if isinstance(v, list) else v for k, v in state["spec"].items() if k in names})
+    spec = Spec(**{**state["spec"], "obs_shape": tuple(state["spec"]["obs_shape"])})
     net = networks.build(config, spec)
     net.load_state_dict({k: torch.from_numpy(v) for k, v in state["learner"]["model"].items()})
     device = pick_device("auto")
@@ -191,7 +190,7 @@ def _resolved(folder: Path) -> dict[str, Any]:
 
 
 def new_run_dir(config: Config) -> Path:
-    """The run's folder, made and proved writable before anything is computed."""
+    """Where the run will be written; the folder is made once the environment and the replay are known to work."""
     if config.run_dir:
         folder = Path(config.run_dir)
         if (folder / "config.yaml").exists():
@@ -206,13 +205,4 @@ def new_run_dir(config: Config) -> Path:
         while folder.exists():  # two runs started in the same second
             number += 1
             folder = stem.with_name(f"{stem.name}-{number}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as e:
-        raise ConfigError(
-            f"cannot write to the run directory {str(folder)!r}: {e.strerror}. Name another with --run-dir."
-        ) from None
     return folder

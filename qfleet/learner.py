@@ -9,7 +9,6 @@ does not know how many it is.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -40,6 +39,16 @@ class Learned(NamedTuple):
     loss_sum: float  # over its updates
     q_mean: float  # mean value of the actions in the last batch
     updates: int
+
+
+class Draws(NamedTuple):
+    """The random numbers of one update; None where the network needs none."""
+
+    noise: Tensor | None  # [1, noise_size], of the online network on obs
+    target_noise: Tensor | None  # of the target network
+    select_noise: Tensor | None  # of the online network on next_obs (double)
+    taus: Tensor | None  # [B, atoms], of the online network (iqn)
+    target_taus: Tensor | None  # [B, IQN_TARGET_SAMPLES]
 
 
 class Flat:
@@ -80,10 +89,9 @@ class Learner:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(rng.derive(config.seed, "network"))
             self.net: QNetwork = networks.build(config, spec)
-        self.net.to(device)
-        self.target_net = copy.deepcopy(self.net)
-        self.flat = Flat(self.net, device)
-        self.target = Flat(self.target_net, device)
+        self.target_net: QNetwork = networks.build(config, spec)  # built, not copied: a Keras model cannot be
+        self.flat, self.target = Flat(self.net.to(device), device), Flat(self.target_net.to(device), device)
+        self.target.data.copy_(self.flat.data)
         for p in self.target.named.values():
             p.requires_grad_(False)
         self.grad = self.flat.bind_grad()
@@ -94,42 +102,24 @@ class Learner:
         self._chunk = self._largest_chunk()
         linears = self.net.plain_mlp() if device.type == "cpu" and config.learner.precision == "fp32" else None
         self._fused = MlpGradient(linears, config.learner.loss) if linears else None
-        self._loss: Callable[[Batch, Tensor, int], tuple[losses.Loss, Tensor]] = self._forward_loss
-        self.compiled = False
+        self._targets: Callable[[Batch, Draws], Tensor] = self._make_targets
+        self._loss: Callable[[Batch, Tensor, Draws], tuple[losses.Loss, Tensor]] = self._make_loss
+        if config.learner.compile == "on":  # here, and nowhere else, the hot path is compiled
+            self._targets = torch.compile(self._make_targets, dynamic=False)
+            self._loss = torch.compile(self._make_loss, dynamic=False)
 
     # --- the two functions ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def targets(self, batch: Batch, update: int) -> Tensor:
         """What the online network should have predicted: [B], or [B, N] for a distribution."""
-        c, n, target = self.config.learner, self.config.network, self.target_net
-        noise = self._noise(update, 1)
-        taus = self._taus(update, batch.action.shape[0], IQN_TARGET_SAMPLES, 1) if n.dist == "iqn" else None
-        with self._precision():
-            raw = target(batch.next_obs, noise, taus).float()
-            q_next = raw if n.dist == "scalar" else target.values(raw)
-            select = self.net.q(batch.next_obs, self._noise(update, 2)).float() if c.double else None
-        reward = batch.reward
-        if c.munchausen:
-            with self._precision():
-                q = target.q(batch.obs, noise).float()
-            reward = reward + losses.munchausen_bonus(q, batch.action, c.munchausen_alpha, c.munchausen_tau)
-            if n.dist == "scalar":
-                return losses.soft_scalar_target(reward, batch.discount, q_next, c.munchausen_tau)
-            return losses.soft_quantile_target(reward, batch.discount, raw, q_next, c.munchausen_tau)
-        if n.dist == "scalar":
-            return losses.scalar_target(reward, batch.discount, q_next, select)
-        action = losses.greedy(q_next if select is None else select)
-        if n.dist == "c51":
-            assert target.support is not None
-            return losses.categorical_target(reward, batch.discount, raw, action, target.support)
-        return losses.quantile_target(reward, batch.discount, raw, action)
+        return self._targets(batch, self._draws(update, batch.action.shape[0]))
 
     def grads(self, batch: Batch, target: Tensor, update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """-> flat gradient, new priorities [B], loss, the network's output."""
         if self._fused is not None:
             return self.grad, *self._fused(batch, target)
-        out, raw = self._loss(batch, target, update)
+        out, raw = self._loss(batch, target, self._draws(update, batch.action.shape[0]))
         self.grad.zero_()
         out.loss.backward()  # type: ignore[no-untyped-call]
         return self.grad, out.priority, out.loss.detach(), raw.detach()
@@ -183,32 +173,55 @@ class Learner:
         bytes_per_batch = 2 * c.learner.batch_size * self.spec.obs_bytes * self.spec.frame_stack
         return max(1, CHUNK_BYTES // bytes_per_batch)
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside: pure functions of a batch and the update's random draws -----------------------------------------
 
-    def _forward_loss(self, batch: Batch, target: Tensor, update: int) -> tuple[losses.Loss, Tensor]:
-        n, c = self.config.network, self.config.learner
-        taus = self._taus(update, batch.action.shape[0], n.atoms, 0) if n.dist == "iqn" else None
+    def _make_targets(self, batch: Batch, draws: Draws) -> Tensor:
+        c, n, target = self.config.learner, self.config.network, self.target_net
         with self._precision():
-            raw = self.net(batch.obs, self._noise(update, 0), taus)
+            raw = target(batch.next_obs, draws.target_noise, draws.target_taus).float()
+            q_next = target.values(raw)
+            select = self.net.q(batch.next_obs, draws.select_noise).float() if c.double else None
+            q = target.q(batch.obs, draws.target_noise).float() if c.munchausen else None
+        reward = batch.reward
+        if q is not None:
+            reward = reward + losses.munchausen_bonus(q, batch.action, c.munchausen_alpha, c.munchausen_tau)
+            if n.dist == "scalar":
+                return losses.soft_scalar_target(reward, batch.discount, q_next, c.munchausen_tau)
+            return losses.soft_quantile_target(reward, batch.discount, raw, q_next, c.munchausen_tau)
+        if n.dist == "scalar":
+            return losses.scalar_target(reward, batch.discount, q_next, select)
+        action = losses.greedy(q_next if select is None else select)
+        if n.dist == "c51":
+            assert target.support is not None
+            return losses.categorical_target(reward, batch.discount, raw, action, target.support)
+        return losses.quantile_target(reward, batch.discount, raw, action)
+
+    def _make_loss(self, batch: Batch, target: Tensor, draws: Draws) -> tuple[losses.Loss, Tensor]:
+        n = self.config.network
+        with self._precision():
+            raw = self.net(batch.obs, draws.noise, draws.taus)
         raw = raw.float()
         if n.dist == "scalar":
-            return losses.scalar_loss(raw, batch.action, target, batch.weight, c.loss), raw
+            return losses.scalar_loss(raw, batch.action, target, batch.weight, self.config.learner.loss), raw
         if n.dist == "c51":
             return losses.categorical_loss(raw, batch.action, target, batch.weight), raw
-        taus = self.net.taus if taus is None else taus
+        taus = self.net.taus if draws.taus is None else draws.taus
         assert taus is not None
         return losses.quantile_loss(raw, batch.action, taus, target, batch.weight), raw
 
-    def _noise(self, update: int, use: int) -> Tensor | None:
-        """One sample of parameter noise per forward pass; `use` tells the passes of one update apart."""
-        if not self.net.noise_size:
-            return None
-        counter = torch.tensor([update * 3 + use], device=self.device)
-        return rng.normal_torch(self._noise_key, counter, self.net.noise_size)
-
-    def _taus(self, update: int, rows: int, count: int, use: int) -> Tensor:
-        counter = torch.tensor([update * 2 + use], device=self.device)
-        return rng.uniform_torch(self._tau_key, counter, rows * count).float().view(rows, count)
+    def _draws(self, update: int, rows: int) -> Draws:
+        """The random numbers of one update. Noisy layers: one sample per forward pass."""
+        noise: list[Tensor | None] = [None, None, None]
+        taus: list[Tensor | None] = [None, None]
+        if self.net.noise_size:
+            counter = torch.arange(3 * update, 3 * update + 3, device=self.device)
+            noise = list(rng.normal_torch(self._noise_key, counter, self.net.noise_size).chunk(3))
+        if self.config.network.dist == "iqn":
+            sizes = (self.config.network.atoms, IQN_TARGET_SAMPLES)
+            counter = torch.tensor([update], device=self.device)
+            both = rng.uniform_torch(self._tau_key, counter, rows * sum(sizes)).float().view(rows, -1)
+            taus = [both[:, : sizes[0]].contiguous(), both[:, sizes[0] :].contiguous()]
+        return Draws(*noise, *taus)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.learner.precision == "bf16")

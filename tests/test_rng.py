@@ -39,7 +39,7 @@ def test_purposes_seeds_and_counters_differ() -> None:
 
 def test_distribution() -> None:
     u = rng.uniform(rng.key(1, "u"), 0, 200_000)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     counts = np.histogram(u, 100, (0, 1))[0]
     chi2 = ((counts - 2000) ** 2 / 2000).sum()
     assert 60 < chi2 < 150  # 99 degrees of freedom

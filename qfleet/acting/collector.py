@@ -111,8 +111,8 @@ class Collector:
         self._now: Array = np.zeros((n, *spec.obs_shape), spec.obs_dtype)  # the incomplete row
         self._now_first: Array = np.ones(n, np.bool_)
 
-    def start(self) -> None:
-        self._now = self.envs.reset().copy()
+    def start(self, seed: int | None = None) -> None:
+        self._now = self.envs.reset(seed).copy()
         self._now_first = np.ones(self.envs.num_envs, np.bool_)
 
     def collect(self) -> Step:
@@ -178,7 +178,7 @@ class Collector:
         self.steps, self.ticks = state["steps"], state["ticks"]
         self.episodes.load_state(state["episodes"], episodes_go_on=state["envs"] is not None)
         if state["envs"] is None:
-            self.start()
+            self.start(rng.derive(self.config.seed, f"resume {self.ticks}"))
             return self.envs.notes
         self.envs.load_state(state["envs"])
         self._now[...] = state["now"]

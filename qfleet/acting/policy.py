@@ -31,7 +31,7 @@ class Policy:
                 f"(B, {', '.join(map(str, self.spec.input_shape))}) for many."
             )
         action = self.q(obs[None] if single else obs).argmax(1).cpu().numpy()
-        return action[0] if single else action  # type: ignore[no-any-return]
+        return action[0] if single else action
 
     @torch.inference_mode()
     def q(self, obs: Array, noise: Tensor | None = None) -> Tensor:

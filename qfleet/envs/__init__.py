@@ -45,9 +45,8 @@ def make(config: EnvConfig, *, seed: int, num_envs: int | None = None, threads: 
 
     notes: list[str] = []
     vec = _native(config, env_spec, num_envs, notes)
-    sample: Any = (
-        ids.build(env_spec, config.kwargs) if vec is None else vec
-    )  # a single one is thrown away: it tells spaces and speed
+    # Without a vector, one environment is made and thrown away: it tells the spaces and the speed.
+    sample: Any = ids.build(env_spec, config.kwargs) if vec is None else vec
     single = "" if vec is None else "single_"
     observations = spaces.observations(getattr(sample, f"{single}observation_space"), config.id)
     actions = spaces.actions(getattr(sample, f"{single}action_space"), config.id)
@@ -132,14 +131,22 @@ def _choose(
 
 
 def _step_seconds(env: gym.Env[Any, Any], actions: spaces.Actions) -> float:
-    """Mean time of a step, resets included."""
+    """Typical time of a step, with its share of the resets.
+
+    A mean would count the time other processes take, and so choose workers just when there is no core for them. Median and
+    minimum do not; nor do they overlook an environment that waits for its simulator, as CPU time would.
+    """
     cycle = actions.each(np.arange(min(actions.count, 64)))
     env.reset(seed=0)
-    began, steps, elapsed = time.perf_counter(), 0, 0.0
-    while elapsed < PROBE_SECONDS or steps < 3:
-        _, _, terminated, truncated, _ = env.step(cycle[steps % len(cycle)])
+    steps: list[float] = []
+    resets: list[float] = []
+    end = time.perf_counter() + PROBE_SECONDS
+    while len(steps) < 3 or time.perf_counter() < end:
+        began = time.perf_counter()
+        _, _, terminated, truncated, _ = env.step(cycle[len(steps) % len(cycle)])
+        stepped = time.perf_counter()
+        steps.append(stepped - began)
         if terminated or truncated:
             env.reset()
-        steps += 1
-        elapsed = time.perf_counter() - began
-    return elapsed / steps
+            resets.append(time.perf_counter() - stepped)
+    return float(np.median(steps)) + min(resets, default=0.0) * len(resets) / len(steps)

@@ -123,7 +123,7 @@ class _Encoder:
         if type(v) is dict:
             return {"dict": [[self.value(k), self.value(x)] for k, x in v.items()]}
         if type(v) is np.ndarray and v.dtype.kind in "biufS":
-            return {"array": self._store(v), "dtype": v.dtype.str, "shape": list(v.shape)}
+            return {"ndarray": self._store(v), "dtype": v.dtype.str, "shape": list(v.shape)}
         if isinstance(v, np.random.Generator):
             return {"generator": self.value(v.bit_generator.state)}
         if isinstance(v, np.random.RandomState):
@@ -172,8 +172,8 @@ class _Decoder:
             made: Any = [self.value(x) for x in node["list"]]
         elif "dict" in node:
             made = {self.value(k): self.value(x) for k, x in node["dict"]}
-        elif "array" in node:
-            data = np.ascontiguousarray(self._arrays[node["array"]])
+        elif "ndarray" in node:
+            data = np.ascontiguousarray(self._arrays[node["ndarray"]])
             made = data.view(node["dtype"]).reshape(node["shape"]).copy()
         elif "generator" in node:
             state = self.value(node["generator"])

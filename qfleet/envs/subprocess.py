@@ -147,7 +147,7 @@ class Subprocess(Envs):
         self._processes.append(process)
         self._sockets.append(ours)
         theirs.close()
-        self._send(len(self._sockets) - 1, b"", job)
+        self._send(len(self._sockets) - 1, b"", job)  # the first message needs no command
 
     def _ask(self, command: bytes, arguments: Sequence[Any]) -> list[Any]:
         for worker, argument in enumerate(arguments):

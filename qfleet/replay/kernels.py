@@ -1,8 +1,12 @@
 """Numba kernels of prioritised replay on the CPU. Imported only when that is used: importing numba takes a while.
 
-Every kernel computes the numbers of its torch counterpart (priorities.py, storage.py), to the bit. What makes them
-fast is that a whole batch moves through the tree level by level: its memory accesses are independent, so they
-overlap, and the choice among children has no branch to mispredict.
+Every kernel computes the numbers of its torch counterpart (priorities.py, storage.py), to the bit; only the powers, taken
+outside by NumPy or by torch, may differ in the last one. What makes them fast is that a whole batch moves through the
+tree level by level: its memory accesses are independent, so they overlap, and the choice among children has no branch
+to mispredict.
+
+Constants are compiled in, and numba's cache looks at changes of this file only: who changes one that is imported here
+must touch this file too.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ node above the sum of its eight children, always in the same order of additions.
 children and never incremented, so the tree is a function of its leaves: rebuilt from a checkpoint it is the same to
 the bit. Rows that are no starts have priority 0, and a leaf of 0 is never drawn, however sums round.
 
-There are two implementations with the same numbers: numba kernels for the CPU, where the cost of a call counts, and
-torch operations for any device.
+There are two implementations of the same tree and the same draws: numba kernels for the CPU, where the cost of a call
+counts, and torch operations for any device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ EPSILON = 1e-6  # added to |TD error|: nothing becomes impossible to draw
 
 
 class Priorities:
+    """One priority per slot. `kernel`: numba, which needs the CPU; otherwise torch."""
+
     def __init__(self, size: int, alpha: float, device: torch.device, kernel: bool) -> None:
         sizes = level_sizes(size)
         self.size, self.alpha, self.device, self.kernel = size, alpha, device, kernel
@@ -55,7 +57,7 @@ class Priorities:
             kernels.draw(self._tree, self._offset, np.uint64(key), update, drawn, leaf)
             ratio = (leaf.min() / leaf).astype(np.float32)
             return torch.from_numpy(drawn), torch.from_numpy(ratio ** np.float32(beta))
-        u = uniform_torch(key, torch.tensor([update], device=self.device), batch)[0]
+        u = uniform_torch(key, torch.full((1,), update, device=self.device), batch)[0]
         x = (torch.arange(batch, device=self.device) + u) / batch * self.levels[-1]
         node = torch.zeros(batch, dtype=torch.int64, device=self.device)
         for level in reversed(self.levels[:-1]):

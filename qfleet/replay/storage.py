@@ -58,6 +58,7 @@ class Storage:
         self.columns, self.rows = shape(config)
         self.size = self.rows * self.columns
         self.n, self.stack = config.learner.n_step, spec.frame_stack
+        assert self.rows > self.n + self.stack  # Config sees to it
         self.clip = config.env.reward_clip
         self.device, self.kernel = device, kernel
         self._input_shape = spec.input_shape
@@ -80,7 +81,7 @@ class Storage:
         self._count = self.count.numpy()
         self._oldest = to_host(self.oldest)
         self._flags = to_host(self.flags).reshape(self.rows, self.columns)
-        # The rings as grids [T, E, ...] to write to, by NumPy on the CPU: a small copy costs it a fifth of torch's time.
+        # The rings as grids [T, E, ...] to write to. On the CPU NumPy writes: small copies cost it less than torch.
         rings = (self.obs[: self.size], self.action, self.reward)
         self._grids = [self._native(ring).reshape(self.rows, self.columns, *ring.shape[1:]) for ring in rings]
 
@@ -191,6 +192,8 @@ class Storage:
 
     def _frames(self, slot: Tensor) -> Tensor:
         """Slots of the stack that ends at slots [B], oldest frame first; nothing from before the last `first`."""
+        if self.stack == 1:
+            return slot
         frames, at = [slot], slot
         inside = torch.ones(len(slot), dtype=torch.bool, device=self.device)
         for _ in range(self.stack - 1):

@@ -29,6 +29,7 @@ from qfleet.replay import Replay
 from qfleet.types import Array, State
 
 FORMAT = 1
+ARRAY = "__array__"
 
 
 class CheckpointError(ValueError):
@@ -39,12 +40,12 @@ class CheckpointError(ValueError):
 
 
 def split(state: Any, arrays: dict[str, Array], path: str = "") -> Any:
-    """A JSON-able copy of the tree; arrays and tensors move into `arrays` and leave {"array": path} behind."""
+    """A JSON-able copy of the tree; arrays and tensors move into `arrays` and leave {"__array__": path} behind."""
     if isinstance(state, torch.Tensor):
         state = state.detach().cpu().numpy()
     if isinstance(state, np.ndarray):
         arrays[path] = np.asarray(state, order="C")  # ascontiguousarray would give scalars a dimension
-        return {"array": path}
+        return {ARRAY: path}
     if isinstance(state, Mapping):
         return {k: split(v, arrays, f"{path}/{k}" if path else str(k)) for k, v in state.items()}
     if isinstance(state, (list, tuple)):
@@ -55,8 +56,8 @@ def split(state: Any, arrays: dict[str, Array], path: str = "") -> Any:
 def join(tree: Any, arrays: Mapping[str, Array]) -> Any:
     """The inverse of `split`; arrays come back as NumPy arrays."""
     if isinstance(tree, dict):
-        if tree.keys() == {"array"}:
-            return arrays[tree["array"]]
+        if tree.keys() == {ARRAY}:
+            return arrays[tree[ARRAY]]
         return {k: join(v, arrays) for k, v in tree.items()}
     return [join(v, arrays) for v in tree] if isinstance(tree, list) else tree
 
@@ -98,9 +99,9 @@ def _sync_dir(path: Path) -> None:
 
 
 def _arrays(tensors: Mapping[str, Any]) -> bytes:
-    return safetensors.numpy.save(
-        {k: np.asarray(v.cpu().numpy() if isinstance(v, torch.Tensor) else v, order="C") for k, v in tensors.items()}
-    )
+    arrays = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
+    data: bytes = safetensors.numpy.save({k: np.asarray(v, order="C") for k, v in arrays.items()})
+    return data
 
 
 def _link(folder: Path, name: str, target: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # rich is imported only for a terminal: it costs 50 ms that a script need not pay
     from rich.console import RenderableType
+    from rich.live import Live
     from rich.text import Text
 
 REFRESH_SECONDS = 0.25
@@ -30,25 +31,24 @@ SHARES = (
 class Progress:
     """Shows the newest value of everything it was told. `update` is cheap: the table is drawn four times a second at most.
 
-    It draws in the caller's thread, because a drawing thread would be alive when environment processes are forked.
+    It draws in the caller's thread, because a drawing thread would be alive when environment processes are forked. Nothing
+    is shown before the first `message` or `update`: a run that cannot start has only its error to say.
     """
 
-    def __init__(self, total_steps: int, title: str, interactive: bool | None = None) -> None:
+    def __init__(self, total_steps: int, title: str, interactive: bool | None = None, silent: bool = False) -> None:
         self._total = total_steps
         self._title = title
         self._step = 0
         self._values: dict[str, float] = {}
         self._best = -math.inf
         self._drawn = -math.inf
-        self._silent = False
-        self._live = None
-        if is_terminal() if interactive is None else interactive:
+        self._silent = silent
+        self._started = False
+        self._live: Live | None = None
+        if not silent and (is_terminal() if interactive is None else interactive):
             from rich.live import Live
 
             self._live = Live(get_renderable=self.table, auto_refresh=False)
-            self._guard(self._live.start)
-        else:
-            self.message(title)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """The run is at `step`. `values` may hold any part of the metrics; the others keep their last value."""
@@ -58,6 +58,7 @@ class Progress:
         for name in ("eval/mean_reward", "eval/best_mean_reward"):
             if values.get(name, -math.inf) > self._best:
                 self._best = values[name]
+        self._start()
         if self._live is None:
             self.message(line(step, self._total, self._values))
         elif (now := time.monotonic()) - self._drawn >= REFRESH_SECONDS:
@@ -66,11 +67,20 @@ class Progress:
 
     def message(self, text: str) -> None:
         """A line that stays: above the table on a terminal."""
+        self._start()
         if self._live is None:
             self._guard(lambda: print(text, flush=True))
         else:
             console = self._live.console
             self._guard(lambda: console.print(text, markup=False, highlight=False))
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            if self._live is None:
+                self.message(self._title)
+            else:
+                self._guard(self._live.start)
 
     def close(self) -> None:
         """Draw the last state and give the terminal back. Safe to call twice."""

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from qfleet import __version__, envs, networks, rng
 from qfleet.acting.collector import Collector
 from qfleet.acting.policy import Policy
-from qfleet.config import Config, dump_yaml
+from qfleet.config import Config, dump_yaml, override
 from qfleet.learner import Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
@@ -29,11 +29,12 @@ from qfleet.runtime.progress import Progress
 from qfleet.runtime.schedule import Pipelined, Serial
 from qfleet.types import State, Step
 
+EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on: the loss is no longer a number."""
+    """The run cannot go on: the loss exploded."""
 
 
 class Trainer:
@@ -46,6 +47,8 @@ class Trainer:
         self.envs = envs.make(config.env, seed=rng.derive(config.seed, "environments"), threads=threads)
         self.config = config = resolve(config, self.envs, device)
         spec = self.envs.spec
+        for line in summary(config, self.envs):
+            progress.message(line)
         self.learner = Learner(config, spec, device)
         self.replay = Replay(config, spec, pick_device(config.replay.device, device), seed=config.seed)
         self.limiter = Limiter(config)
@@ -69,14 +72,14 @@ class Trainer:
         self._before = 0.0  # seconds of earlier incarnations
         self.stop_reason = ""
         self.signal: int | None = None
-        position = self._load() if resume else self._start()
+        position = self._load() if resume else None
+        if not resume:
+            self.collector.start()
+            prepare(run_dir)
+            dump_yaml(config, run_dir / "config.yaml", versions(config))
         self._began = time.perf_counter()
         self.metrics = Metrics(run_dir, position)
         self._marks = self._clock()
-
-    def _start(self) -> None:
-        self.collector.start()
-        dump_yaml(self.config, self.run_dir / "config.yaml", versions(self.config))
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class Trainer:
             self._loss_sum += learned.loss_sum
             self._window_updates += learned.updates
             self._q_mean = learned.q_mean
-            if not math.isfinite(learned.loss_sum):
+            if not learned.loss_sum < EXPLODED * learned.updates:
                 self._diverged(step)
         finished = step >= self.config.total_steps
         if crossed(before, step, c.log_every) or finished:
@@ -222,7 +225,7 @@ class Trainer:
         saved = sorted(self.checkpoints.dir.glob("step_*"))
         good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
         raise TrainingError(
-            f"the loss is no longer a finite number at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip."
+            f"the loss exploded (it is no number, or above {EXPLODED:g}) at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip."
         )
 
     # --- stopping and resuming -----------------------------------------------------------------------------------
@@ -301,16 +304,56 @@ def pick_device(name: str, same_as: torch.device | None = None) -> str:
 
 def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
     """What may depend on the machine, settled once: a resumed or repeated run reads it from config.yaml."""
-    kind = config.env.vectorize if made.kind == "atari" else made.kind
-    schedule = config.runtime.schedule
-    if schedule == "auto":
-        schedule = "pipelined" if config.runtime.lag == 1 and (os.cpu_count() or 1) > 1 else "serial"
-    return replace(
-        config,
-        device=str(device),
-        env=replace(config.env, vectorize=kind),
-        runtime=replace(config.runtime, schedule=schedule),
-    )
+    pipelined = config.runtime.lag == 1 and (os.cpu_count() or 1) > 1
+    choices: dict[str, Any] = {"device": str(device)}
+    if made.kind != "atari":
+        choices["env.vectorize"] = made.kind
+    if config.runtime.schedule == "auto":
+        choices["runtime.schedule"] = "pipelined" if pipelined else "serial"
+    return override(config, choices)
+
+
+def summary(config: Config, made: envs.Envs) -> list[str]:
+    """What is about to run, in a few lines: the choices that matter and what the replay will take."""
+    c, n = config.learner, config.network
+    parts = [f"double {c.double}".lower()] if c.double else []
+    parts += [
+        name
+        for name, on in (
+            ("dueling", n.dueling),
+            ("noisy", n.noisy),
+            ("munchausen", c.munchausen),
+            ("prioritised", config.replay.prioritized),
+        )
+        if on
+    ]
+    algorithm = ", ".join([{"scalar": "scalar"}.get(n.dist, n.dist), *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
+    size = Replay.memory(config, made.spec)
+    lines = [
+        f"  environments  {made.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
+        f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
+        f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval}",
+        f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {pick_device(config.replay.device, torch.device(config.device))}",
+        f"  runtime       {config.runtime.schedule}, lag {config.runtime.lag}, learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}",
+    ]
+    if made.kind == "atari":
+        lines.append(
+            f"  atari         sticky actions {config.env.sticky_actions:g}, a lost life {'stops the bootstrap' if config.env.life_loss else 'is ignored'}, rewards clipped to ±{config.env.reward_clip:g} for learning"
+        )
+    return lines + [f"  note          {note}" for note in made.notes]
+
+
+def prepare(run_dir: Path) -> None:
+    """Make the run's folder and prove it writable, before anything is computed."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as e:
+        raise ValueError(
+            f"cannot write to the run directory {str(run_dir)!r}: {e.strerror}. Name another with --run-dir."
+        ) from None
 
 
 def versions(config: Config) -> dict[str, Any]:

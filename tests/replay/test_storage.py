@@ -93,6 +93,15 @@ def test_worked_example() -> None:
     }
 
 
+def test_nothing_lies_above_row_0() -> None:
+    """A column that begins in the middle of an episode: its first stacks show zeros, not what the memory held."""
+    replay = Replay(make_config(capacity=20, columns=1, batch=200), make_spec(4))
+    replay._storage.obs[:-1] = 99.0
+    stream = [Row((10.0 + t, 1.0), 0, 0.0) for t in range(6)]
+    replay.extend(to_step([stream]))
+    assert_matches(replay.sample(0), reference(stream, 20, 1, 4))
+
+
 def fill(replay: Replay, columns: int, length: int, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     replay.extend(to_step([random_stream(rng, length, c) for c in range(columns)]))
