@@ -43,28 +43,25 @@ S . . . # .
 Table = npt.NDArray[np.float64]  # [cells, actions]: one action value each
 
 GRID = [line.split() for line in DRAWING.strip().splitlines()]
-MOVES = {"↑": (-1, 0), "→": (0, 1), "↓": (1, 0), "←": (0, -1)}  # actions 0 to 3
+MOVES = {"↑": (-1, 0), "→": (0, 1), "↓": (1, 0), "←": (0, -1)}  # actions 0 to 3: (rows, columns)
 OPEN = [(r, c) for r, line in enumerate(GRID) for c, mark in enumerate(line) if mark != "#"]
-CELLS = sorted(
-    OPEN, key=lambda at: GRID[at[0]][at[1]] == "G"
-)  # observation i is the place CELLS[i]; the goal comes last
+# Observation i means the place CELLS[i]. The goal comes last, so the cells to act in are those below GOAL.
+CELLS = sorted(OPEN, key=lambda at: GRID[at[0]][at[1]] == "G")
 GOAL = len(CELLS) - 1
 START = next(i for i, (r, c) in enumerate(CELLS) if GRID[r][c] == "S")
 
 
-def moved(cell: int, action: int) -> int:
-    (row, column), (down, right) = CELLS[cell], list(MOVES.values())[action]
-    there = (row + down, column + right)
+def moved(cell: int, move: tuple[int, int]) -> int:
+    """The cell a move leads to: the same one where a wall or the border is in the way."""
+    there = (CELLS[cell][0] + move[0], CELLS[cell][1] + move[1])
     return CELLS.index(there) if there in CELLS else cell
 
 
-NEXT = np.array(
-    [[moved(cell, action) for action in range(len(MOVES))] for cell in range(len(CELLS))]
-)  # [cells, actions]
+NEXT = np.array([[moved(cell, move) for move in MOVES.values()] for cell in range(len(CELLS))])  # [cells, actions]
 REWARD = np.where(NEXT == GOAL, 10.0, -1.0)  # [cells, actions]
 
 
-class Maze(gym.Env[int, int]):
+class Maze(gym.Env[Any, Any]):
     """The maze as a gymnasium environment. Episodes start in any cell but the goal, so that all of them are learned."""
 
     def __init__(self) -> None:
@@ -74,7 +71,7 @@ class Maze(gym.Env[int, int]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         super().reset(seed=seed)
-        self.cell = int(self.np_random.integers(GOAL))  # below GOAL: any other cell
+        self.cell = int(self.np_random.integers(GOAL))
         return self.cell, {}
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
@@ -125,7 +122,7 @@ def q_learning(
         while not over:
             action = int(random.integers(len(MOVES)) if random.random() < epsilon else q[cell].argmax())
             following, reward, over, _, _ = env.step(action)
-            target = reward if over else reward + gamma * q[following].max()
+            target = reward + gamma * q[following].max()  # the goal's own values stay 0: nothing follows it
             q[cell, action] += alpha * (target - q[cell, action])
             cell = following
     return q
@@ -137,7 +134,7 @@ def dqn(run_dir: str | Path, seed: int = 1) -> Table:
         "Maze-v0",
         recipe="dqn",
         seed=seed,
-        total_steps=5_000,
+        total_steps=6_000,
         run_dir=run_dir,
         device="cpu",
         progress=False,

@@ -16,12 +16,15 @@ from qfleet import config as configs
 from qfleet import networks, recipes
 from qfleet.acting.policy import Policy
 from qfleet.config import Config, ConfigError
+from qfleet.envs import ids
 from qfleet.runtime import checkpoint, evaluation, metrics
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.train import Trainer, pick_device
 from qfleet.types import Spec
 
+# Settled on the machine a run was made on: not taken over when its config.yaml serves as --config.
+MACHINE = ("run_dir", "device", "env.vectorize", "runtime.schedule")
 # What --resume may change: nothing that alters the numbers of the run.
 RESUMABLE = (
     "total_steps",
@@ -150,16 +153,23 @@ def compose(
 ) -> Config:
     """Recipe, then file, then arguments."""
     if isinstance(config, Config):
-        changes = dict(given) | ({"env.id": env} if env else {}) | ({"recipe": recipe} if recipe else {})
-        return configs.override(config, changes)
+        if recipe is not None:
+            raise ConfigError(
+                "give a recipe or a complete Config, not both: recipes.make(name, env) makes a Config from a recipe."
+            )
+        return configs.override(config, {**given, **({"env.id": env} if env else {})})
     file = configs.load_yaml(config) if config is not None else {}
-    file = {k: v for k, v in file.items() if not k.startswith("resolved.")}
+    if any(k.startswith(configs.RESOLVED) for k in file):  # the config of a run: leave out what belongs to its machine
+        file = {k: v for k, v in file.items() if k not in MACHINE and not k.startswith(configs.RESOLVED)}
     env_id = env or file.get("env.id")
     if not env_id:
         raise ConfigError(
             "no environment given. Name one, as in `qfleet train CartPole-v1`, or set env.id in the config file."
         )
-    base = recipes.make(str(recipe or file.get("recipe") or "dqn"), str(env_id))
+    of = recipes.family(str(env_id))
+    if of in ("atari", "general"):  # not told by the name alone, as in Pong-v4; an unknown environment fails here
+        of = "general" if ids.atari_game(ids.find(str(env_id))) is None else "atari"
+    base = recipes.make(str(recipe or file.get("recipe") or "dqn"), str(env_id), of)
     return configs.override(base, {**file, **given, "env.id": env_id, "recipe": base.recipe})
 
 
@@ -181,8 +191,7 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.yaml"
     if not path.exists():
         raise ConfigError(f"{str(folder)!r} is no run directory: it has no config.yaml.")
-    values = configs.load_yaml(path)
-    return configs.override(Config(), {k: v for k, v in values.items() if not k.startswith("resolved.")})
+    return configs.from_dict(configs.load_yaml(path))
 
 
 def _resolved(folder: Path) -> dict[str, Any]:
@@ -193,7 +202,7 @@ def new_run_dir(config: Config) -> Path:
     """Where the run will be written; the folder is made once the environment and the replay are known to work."""
     if config.run_dir:
         folder = Path(config.run_dir)
-        if (folder / "config.yaml").exists():
+        if (folder / "checkpoints").exists():
             raise ConfigError(
                 f"{config.run_dir!r} already holds a run. Go on with `qfleet train --resume {config.run_dir}`, or name another --run-dir."
             )

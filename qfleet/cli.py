@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import select
 import shlex
 import signal
@@ -124,6 +125,10 @@ def tidy(argv: Iterable[str], parser: Parser) -> list[str]:
         if flag not in known:
             meant = next((k for k in known if k.endswith(f".{flag[2:]}")), flag)  # --lr: --learner.lr
             raise ConfigError(f"{name}: unknown.{suggest(meant, known, count=1)} See `{parser.prog} --help`.")
+        if (
+            not equals and words and re.fullmatch(r"-\.?\d.*", words[0])
+        ):  # a negative number, which argparse takes for a flag
+            equals, value = "=", words.pop(0)
         if flag in booleans and not equals:
             equals, value = "=", words.pop(0) if words and words[0].lower() in BOOLEANS else "true"
         out.append(flag + equals + value)
@@ -220,9 +225,7 @@ def eval_parser() -> Parser:
 def plot_parser() -> Parser:
     parser = Parser(
         "plot",
-        "Learning curves. Runs of one recipe with several seeds become one band (IQM, 95% interval).".replace(
-            "%", "%%"
-        ),
+        "Learning curves. Runs of one recipe with several seeds become one band (IQM, 95% interval).",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument(

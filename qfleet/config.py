@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -73,7 +74,7 @@ class NetworkConfig:
     kind: str = opt("auto", "auto, mlp, nature, impala, grid, or module:Class for your own nn.Module")
     hidden: tuple[int, ...] = opt((256, 256), "widths of the fully connected layers")
     dueling: bool = opt(False, "separate value and advantage streams")
-    noisy: bool = opt(False, "noisy linear layers instead of epsilon-greedy exploration")
+    noisy: bool = opt(False, "noisy linear layers, which explore by themselves (rainbow also sets epsilon to 0)")
     dist: Literal["scalar", "c51", "qr", "iqn"] = opt(
         "scalar", "what is predicted per action: a mean, or a distribution of returns"
     )
@@ -261,8 +262,12 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+RESOLVED = "resolved."  # what dump_yaml adds about the machine
+
+
 def from_dict(values: Mapping[str, Any]) -> Config:
-    return override(Config(), flatten(values))
+    """The config that `to_dict` or `dump_yaml` wrote (nested or dotted)."""
+    return override(Config(), {k: v for k, v in flatten(values).items() if not k.startswith(RESOLVED)})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -293,6 +298,10 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
     sections: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         name = path.replace("-", "_")
+        if name not in known and any(k.startswith(name + ".") for k in known):
+            raise ConfigError(
+                f"{name!r} is a section, not a setting: give one of its fields, such as {next(k for k in known if k.startswith(name + '.'))}."
+            )
         if name not in known:
             raise ConfigError(f"unknown setting {path!r}.{suggest(name, known)}")
         section, _, leaf = name.rpartition(".")
@@ -321,18 +330,18 @@ def convert(path: str, value: Any, hint: Any) -> Any:
             return convert(path, value, next(a for a in args if a is not type(None)))
         if origin is tuple:
             items = value.replace(",", " ").split() if isinstance(value, str) else value
-            return tuple(args[0](i) for i in ([items] if isinstance(items, int) else items))
+            return tuple(convert(path, i, args[0]) for i in ([items] if isinstance(items, int) else items))
         if origin is dict:
             return dict(value)
         if hint is bool:
             return value if isinstance(value, bool) else _WORDS[str(value).lower()]
         if hint is int:
             number = float(value)
-            if isinstance(value, bool) or number != int(number):
+            if isinstance(value, bool) or not number.is_integer():  # inf is not
                 raise ValueError
-            return int(number)
+            return int(value) if isinstance(value, int) else int(number)
         if hint is float:
-            if isinstance(value, bool):
+            if isinstance(value, bool) or not math.isfinite(float(value)):
                 raise ValueError
             return float(value)
         return str(value)

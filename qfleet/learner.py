@@ -24,6 +24,7 @@ from qfleet.types import Batch, Spec, State
 ALIGN = 16  # floats: every parameter starts on a 64-byte boundary
 CHUNK_BYTES = 16 << 20  # of batches sampled, and target values computed, in one call
 IQN_TARGET_SAMPLES = 32
+MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # behave differently when training
 
 
 class Source(Protocol):
@@ -95,6 +96,9 @@ class Learner:
         for p in self.target.named.values():
             p.requires_grad_(False)
         self.grad = self.flat.bind_grad()
+        self.net.eval()
+        self.target_net.eval()
+        self._has_modes = any(isinstance(m, MODAL) for m in self.net.modules())  # only a user's module can
         self.optimizer = Optimizer(config, self.flat.data)
         self.updates = 0
         self.lr = config.learner.lr
@@ -137,6 +141,8 @@ class Learner:
                 self.target.data.copy_(self.flat.data)
             else:
                 self.target.data.lerp_(self.flat.data, c.tau)
+            for mine, theirs in zip(self.target_net.buffers(), self.net.buffers(), strict=True):
+                mine.copy_(theirs)
 
     # --- many updates ------------------------------------------------------------------------------------------
 
@@ -198,9 +204,13 @@ class Learner:
 
     def _make_loss(self, batch: Batch, target: Tensor, draws: Draws) -> tuple[losses.Loss, Tensor]:
         n = self.config.network
+        if self._has_modes:
+            self.net.train()
         with self._precision():
             raw = self.net(batch.obs, draws.noise, draws.taus)
         raw = raw.float()
+        if self._has_modes:
+            self.net.eval()
         if n.dist == "scalar":
             return losses.scalar_loss(raw, batch.action, target, batch.weight, self.config.learner.loss), raw
         if n.dist == "c51":
@@ -230,19 +240,18 @@ class Learner:
 
     def state(self) -> State:
         return {
-            "model": {k: p.detach().contiguous() for k, p in self.flat.named.items()},
-            "target": self.target.data,
+            "model": {k: v.contiguous() for k, v in self.net.state_dict().items()},  # buffers of a user's module too
+            "target": {k: v.contiguous() for k, v in self.target_net.state_dict().items()},
             "optimizer": self.optimizer.state(),
             "updates": self.updates,
+            "lr": self.lr,
         }
 
     def load_state(self, state: State) -> None:
-        with torch.no_grad():
-            for name, p in self.flat.named.items():
-                p.copy_(state["model"][name])
-            self.target.data.copy_(state["target"])
+        self.net.load_state_dict(state["model"])  # copies into the views of the flat buffers
+        self.target_net.load_state_dict(state["target"])
         self.optimizer.load_state(state["optimizer"])
-        self.updates = state["updates"]
+        self.updates, self.lr = state["updates"], state["lr"]
 
 
 class Optimizer:

@@ -17,21 +17,23 @@ Settings = dict[str, Any]
 
 FAMILIES: dict[str, Settings] = {
     "general": {},
+    # Steps are nearly free here and updates are not: few updates, large batches, a high learning rate.
     "cartpole": {
-        "total_steps": 50_000,
-        "env.num_envs": 8,
+        "total_steps": 30_000,
+        "env.num_envs": 16,
         "network.hidden": (128, 128),
         "network.v_min": 0.0,
         "network.v_max": 100.0,
         "replay.capacity": 50_000,
         "replay.min_steps": 500,
-        "replay.samples_per_step": 32.0,
-        "learner.batch_size": 64,
-        "learner.lr": 1e-3,
+        "replay.samples_per_step": 64.0,
+        "learner.batch_size": 256,
+        "learner.lr": 4e-3,
+        "learner.lr_schedule": "linear",
         "learner.n_step": 3,
-        "learner.target_interval": 100,
-        "acting.epsilon_steps": 4_000,
-        "acting.epsilon_end": 0.04,
+        "learner.target_interval": 30,
+        "acting.epsilon_steps": 5_000,
+        "acting.epsilon_end": 0.1,
         "runtime.steps_per_round": 64,
         "runtime.eval_every": 2_500,
     },
@@ -179,7 +181,12 @@ NAMES: tuple[str, ...] = tuple(RECIPES)
 
 # --- what a recipe needs in a family ---------------------------------------------------------------------------------
 
-TUNED: dict[tuple[str, str], Settings] = {}
+TUNED: dict[tuple[str, str], Settings] = {
+    ("c51", "cartpole"): {"learner.lr": 2e-3},
+    ("qr", "cartpole"): {"learner.lr": 2e-3},
+    ("iqn", "cartpole"): {"learner.lr": 1e-3, "learner.batch_size": 64, "replay.samples_per_step": 16.0},
+    ("rainbow", "cartpole"): {"learner.lr": 1e-3, "learner.batch_size": 128, "replay.samples_per_step": 32.0},
+}
 
 
 def family(env_id: str) -> str:
@@ -198,11 +205,11 @@ def family(env_id: str) -> str:
     return "atari" if short or name.startswith("ALE/") or "NoFrameskip" in name else "general"
 
 
-def make(recipe: str, env_id: str) -> Config:
-    """The complete config of a recipe for an environment."""
+def make(recipe: str, env_id: str, of: str | None = None) -> Config:
+    """The complete config of a recipe for an environment (of a family, where its name does not tell)."""
     if recipe not in RECIPES:
         raise ConfigError(f"there is no recipe {recipe!r}.{suggest(recipe, NAMES)} `qfleet recipes` lists them.")
-    of = family(env_id)
+    of = of or family(env_id)
     settings = {"env.id": env_id, "recipe": recipe, **FAMILIES[of], **RECIPES[recipe][1], **TUNED.get((recipe, of), {})}
     return override(Config(), settings)
 

@@ -21,7 +21,7 @@ from qfleet.envs import Envs, ids, make
 ROOT = Path(__file__).parent.parent
 ID = "examples.maze:Maze-v0"
 SIZE = 6
-DQN_TOLERANCE = 0.02  # the largest of 20 seeds is a fifth of it
+DQN_TOLERANCE = 0.05  # 144 seeds: median 1e-5, largest 0.022. An error below 0.34 cannot hide a best action
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +164,10 @@ def test_the_table_and_the_paths(
     wrong = np.zeros((len(maze.CELLS), 4))
     monkeypatch.setattr(maze, "dqn", lambda folder: wrong)
     maze.main()
-    printed = capsys.readouterr().out
-    table = {line[:22].strip(): line[22:].split() for line in printed.splitlines()}
-    values = ["-3.0264", "-2.2516", "-3.0264", "-3.0264"]
+    _, header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[3:7] == ["↑", "→", "↓", "←"]
+    table = {row[:22].strip(): row[22:].split() for row in rows[:3]}
+    values = ["-3.0264", "-2.2516", "-3.7238", "-3.0264"]  # two bumps, 10 moves to go, 12 moves to go
     assert table["Q* (value iteration)"] == [*values, "10", "25", "of", "25", "0.0e+00"]
     assert table["tabular Q-learning"][:-1] == [*values, "10", "25", "of", "25"]
     assert table["qfleet DQN"] == ["0.0000"] * 4 + ["never", "0", "of", "25", "1.0e+01"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -173,15 +172,14 @@ class Collector:
             "stack": self._stack.frames,
         }
 
-    def load_state(self, state: State) -> Sequence[str]:
-        """-> what the user should know: episodes that could not be continued."""
+    def load_state(self, state: State) -> None:
+        """Continue; where environments have no state to restore (their notes say so), new episodes begin."""
         self.steps, self.ticks = state["steps"], state["ticks"]
         self.episodes.load_state(state["episodes"], episodes_go_on=state["envs"] is not None)
         if state["envs"] is None:
             self.start(rng.derive(self.config.seed, f"resume {self.ticks}"))
-            return self.envs.notes
+            return
         self.envs.load_state(state["envs"])
         self._now[...] = state["now"]
         self._now_first = np.asarray(state["now_first"])
         self._stack.frames[...] = state["stack"]
-        return []

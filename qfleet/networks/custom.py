@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +79,8 @@ def build_custom(config: NetworkConfig, spec: Spec) -> Custom | CustomKeras:
 
 def _load(kind: str) -> Callable[..., Any]:
     name, _, attribute = kind.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:  # as `python -m` would; the qfleet script does not
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as e:

@@ -32,7 +32,7 @@ class Replay:
 
     def __init__(self, config: Config, spec: Spec, device: torch.device | str = "cpu", seed: int | None = None) -> None:
         self.device = torch.device(device)
-        memory.check(config, self.memory(config, spec), self.device)
+        self.check_memory(config, spec, self.device)
         kernel = config.replay.prioritized and self.device.type == "cpu"
         self._storage = Storage(config, spec, self.device, kernel)
         self._sampler: Priorities | Uniform
@@ -42,6 +42,11 @@ class Replay:
             self._sampler = Uniform(self._storage.rows, self._storage.columns, self.device)
         self._batch_size = config.learner.batch_size
         self._key = key(config.seed if seed is None else seed, "replay")
+
+    @staticmethod
+    def check_memory(config: Config, spec: Spec, device: torch.device | str) -> None:
+        """ConfigError if it would not fit."""
+        memory.check(config, Replay.memory(config, spec), torch.device(device))
 
     @staticmethod
     def memory(config: Config, spec: Spec) -> int:

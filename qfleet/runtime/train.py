@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ import torch
 from qfleet import __version__, envs, networks, rng
 from qfleet.acting.collector import Collector
 from qfleet.acting.policy import Policy
-from qfleet.config import Config, dump_yaml, override
+from qfleet.config import Config, ConfigError, dump_yaml, override
 from qfleet.learner import Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
@@ -30,6 +31,7 @@ from qfleet.runtime.schedule import Pipelined, Serial
 from qfleet.types import State, Step
 
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
+ATARI_FRAME_SKIP = 4
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
 
@@ -42,23 +44,30 @@ class Trainer:
 
     def __init__(self, config: Config, run_dir: Path, progress: Progress, resume: bool = False) -> None:
         self.run_dir, self.progress = run_dir, progress
+        self._threads_before = torch.get_num_threads()
         threads = config.runtime.emulator_threads or os.cpu_count() or 1
         device = torch.device(pick_device(config.device))
         self.envs = envs.make(config.env, seed=rng.derive(config.seed, "environments"), threads=threads)
         self.config = config = resolve(config, self.envs, device)
         spec = self.envs.spec
-        for line in summary(config, self.envs):
+        replay_device = pick_device(config.replay.device, device)
+        Replay.check_memory(config, spec, replay_device)
+        if not resume:
+            prepare(run_dir)
+        for line in summary(config, self.envs, replay_device):
             progress.message(line)
         self.learner = Learner(config, spec, device)
-        self.replay = Replay(config, spec, pick_device(config.replay.device, device), seed=config.seed)
+        self.replay = Replay(config, spec, replay_device, seed=config.seed)
         self.limiter = Limiter(config)
         pipelined = config.runtime.schedule == "pipelined"
         self.schedule = (
             Pipelined(config.learner.threads) if pipelined else Serial(config.runtime.lag, config.learner.threads)
         )
-        net = networks.build(config, spec).to(device) if pipelined else self.learner.net
-        self._acting_copy = net if pipelined else None
-        self.policy = Policy(net, config, spec, device)
+        acting_device = torch.device(pick_device(config.acting.device, device))
+        copied = pipelined or acting_device != device
+        net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
+        self._acting_copy = net if copied else None
+        self.policy = Policy(net, config, spec, acting_device)
         self.collector = Collector(config, self.envs, self.policy)
         self._eval_envs: envs.Envs | None = None
         self._eval_threads = threads
@@ -75,7 +84,6 @@ class Trainer:
         position = self._load() if resume else None
         if not resume:
             self.collector.start()
-            prepare(run_dir)
             dump_yaml(config, run_dir / "config.yaml", versions(config))
         self._began = time.perf_counter()
         self.metrics = Metrics(run_dir, position)
@@ -86,6 +94,8 @@ class Trainer:
     def run(self) -> None:
         """Train until total_steps, an early stop or a signal; every way out leaves a checkpoint."""
         previous = self._catch_signals()
+        if self.collector.steps >= self.config.total_steps:
+            self.stop_reason = "total_steps"  # a finished run, resumed
         try:
             while not self.stop_reason:
                 before = self.collector.steps
@@ -100,6 +110,7 @@ class Trainer:
 
     def close(self) -> None:
         self.schedule.close()
+        torch.set_num_threads(self._threads_before)
         self.metrics.close()
         self.envs.close()
         if self._eval_envs is not None:
@@ -126,8 +137,11 @@ class Trainer:
     def _publish(self) -> None:
         """The learner's parameters reach the acting copy, if there is one."""
         if self._acting_copy is not None:
-            for mine, theirs in zip(self._acting_copy.parameters(), self.learner.net.parameters(), strict=True):
-                mine.copy_(theirs)
+            for kind in ("parameters", "buffers"):
+                for mine, theirs in zip(
+                    getattr(self._acting_copy, kind)(), getattr(self.learner.net, kind)(), strict=True
+                ):
+                    mine.copy_(theirs)
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
@@ -173,6 +187,8 @@ class Trainer:
         values = self.collector.episodes.means()
         values["rollout/exploration_rate"] = self.collector.epsilon_mean()
         values["rollout/episodes"] = self.collector.episodes.count
+        if self.envs.kind == "atari":
+            values["rollout/frames"] = self.collector.steps * ATARI_FRAME_SKIP
         return values
 
     def _clock(self) -> dict[str, float]:
@@ -225,7 +241,7 @@ class Trainer:
         saved = sorted(self.checkpoints.dir.glob("step_*"))
         good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
         raise TrainingError(
-            f"the loss exploded (it is no number, or above {EXPLODED:g}) at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip."
+            f"the loss exploded (it is no number, or above {EXPLODED:g}) at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip; check that observations and rewards are finite numbers."
         )
 
     # --- stopping and resuming -----------------------------------------------------------------------------------
@@ -263,8 +279,7 @@ class Trainer:
         """-> the length metrics.jsonl had at the checkpoint."""
         state = self.checkpoints.load(self.replay)
         self.learner.load_state(tensors(state["learner"]))
-        for note in self.collector.load_state(state["collector"]):
-            self.progress.message(note)
+        self.collector.load_state(state["collector"])
         self.stored_steps = state["stored_steps"]
         self.best, self.evaluations_since_best = state["best"], state["evaluations_since_best"]
         self.lr_scale = state["lr_scale"]
@@ -297,8 +312,12 @@ def lr_factor(schedule: str, done: float) -> float:
 def pick_device(name: str, same_as: torch.device | None = None) -> str:
     if name == "auto":
         return str(same_as) if same_as is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {name!r}, but torch sees no GPU here. Use --device cpu, or run `qfleet doctor`.")
+    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
+        raise ConfigError(
+            f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N. (ROCm GPUs are called cuda, too.)"
+        )
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r}, but torch sees no GPU here. Use --device cpu, or run `qfleet doctor`.")
     return name
 
 
@@ -313,7 +332,7 @@ def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
     return override(config, choices)
 
 
-def summary(config: Config, made: envs.Envs) -> list[str]:
+def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
     """What is about to run, in a few lines: the choices that matter and what the replay will take."""
     c, n = config.learner, config.network
     parts = [f"double {c.double}".lower()] if c.double else []
@@ -333,7 +352,7 @@ def summary(config: Config, made: envs.Envs) -> list[str]:
         f"  environments  {made.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
         f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
         f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval}",
-        f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {pick_device(config.replay.device, torch.device(config.device))}",
+        f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",
         f"  runtime       {config.runtime.schedule}, lag {config.runtime.lag}, learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}",
     ]
     if made.kind == "atari":
@@ -351,7 +370,7 @@ def prepare(run_dir: Path) -> None:
         probe.write_text("")
         probe.unlink()
     except OSError as e:
-        raise ValueError(
+        raise ConfigError(
             f"cannot write to the run directory {str(run_dir)!r}: {e.strerror}. Name another with --run-dir."
         ) from None
 

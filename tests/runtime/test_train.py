@@ -153,7 +153,7 @@ def test_a_signal_checkpoints_and_exits_and_the_run_goes_on(tmp_path: Path, numb
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        while "step " not in process.stdout.readline():  # until training has begun
+        while not process.stdout.readline().startswith("step "):  # until training has begun
             assert process.poll() is None
         process.send_signal(number)
         rest = process.stdout.read()
