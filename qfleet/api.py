@@ -45,7 +45,7 @@ class Run:
     dir: Path
     config: Config
     policy: Policy
-    evaluation: Evaluation  # of `policy`, on fresh episodes
+    evaluation: Evaluation | None  # of `policy`, on fresh episodes; None when a signal stopped the run
     stop_reason: str  # total_steps, stop_at, patience or signal
     signal: int | None  # the signal that stopped it, if one did
     seconds: float  # wall time of training
@@ -95,16 +95,18 @@ def train(
         if env is not None or recipe is not None or config is not None:
             raise ConfigError("--resume takes the environment, recipe and config from the run itself: leave them out.")
         folder, settings = Path(resume), resumed_config(Path(resume), given)
+        started = (folder / "checkpoints").exists() and any((folder / "checkpoints").glob("step_*"))
     else:
         settings = compose(env, recipe, config, given)
         folder = new_run_dir(settings)
         settings = replace(settings, run_dir=str(folder))
+        started = False
     title = f"{settings.env.id} · {settings.recipe} · seed {settings.seed} · {folder}"
     with Progress(settings.total_steps, title, silent=not progress) as shown:
-        trainer = Trainer(settings, folder, shown, resume=resume is not None)
+        trainer = Trainer(settings, folder, shown, resume=started)  # killed before its first checkpoint: from the start
         trainer.run()
     policy, _ = load_policy(folder)
-    result = evaluate(folder, settings.runtime.eval_episodes)
+    result = None if trainer.signal is not None else evaluate(folder, settings.runtime.eval_episodes)
     return Run(
         dir=folder,
         config=trainer.config,
@@ -125,7 +127,9 @@ def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Ev
     with evaluation.make_envs(
         policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
     ) as envs:
-        return evaluation.play(policy, envs, episodes, chosen, step)
+        result = evaluation.play(policy, envs, episodes, chosen, step)
+    assert result is not None
+    return result
 
 
 def load(run: str | Path) -> Policy:
@@ -161,6 +165,10 @@ def compose(
     file = configs.load_yaml(config) if config is not None else {}
     if any(k.startswith(configs.RESOLVED) for k in file):  # the config of a run: leave out what belongs to its machine
         file = {k: v for k, v in file.items() if k not in MACHINE and not k.startswith(configs.RESOLVED)}
+    if recipe is not None and file.get("recipe", recipe) != recipe:
+        raise ConfigError(
+            f"--recipe is {recipe!r}, but the config file is of recipe {file['recipe']!r}, and its settings would win. Leave one out."
+        )
     env_id = env or file.get("env.id")
     if not env_id:
         raise ConfigError(
@@ -181,9 +189,9 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
         raise ConfigError(
             f"--resume cannot change {', '.join(refused)}: the run would no longer be the same. It accepts {', '.join(RESUMABLE)}."
         )
-    checkpoint.newest(folder / "checkpoints")  # fail before anything is opened
-    config = configs.override(config, given)
-    configs.dump_yaml(config, folder / "config.yaml", _resolved(folder))
+    if given:
+        config = configs.override(config, given)
+        configs.dump_yaml(config, folder / "config.yaml", _resolved(folder))
     return config
 
 
@@ -191,7 +199,10 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.yaml"
     if not path.exists():
         raise ConfigError(f"{str(folder)!r} is no run directory: it has no config.yaml.")
-    return configs.from_dict(configs.load_yaml(path))
+    values = configs.load_yaml(path)
+    if "env.id" not in values:
+        raise ConfigError(f"{path} is damaged: it names no environment. Restore it, or start a new run.")
+    return configs.from_dict(values)
 
 
 def _resolved(folder: Path) -> dict[str, Any]:
@@ -211,7 +222,7 @@ def new_run_dir(config: Config) -> Path:
         stem = Path("runs") / env / f"{config.recipe}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = stem
         number = 1
-        while folder.exists():  # two runs started in the same second
+        while folder.exists():
             number += 1
             folder = stem.with_name(f"{stem.name}-{number}")
     return folder

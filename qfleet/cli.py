@@ -265,7 +265,8 @@ def train(**args: Any) -> int:
     except TrainingError as e:
         return fail(e, 1)
     folder = shlex.quote(str(run.dir))
-    print(f"\n{'Interrupted' if run.interrupted else 'Trained'} after {run.seconds:.1f} s. {sentence(run.evaluation)}")
+    result = sentence(run.evaluation) if run.evaluation is not None else "A checkpoint was saved."
+    print(f"\n{'Interrupted' if run.interrupted else 'Trained'} after {run.seconds:.1f} s. {result}")
     print(f"Run directory: {run.dir}\n\nNext:")
     if run.interrupted:
         print(f"  qfleet train --resume {folder}")

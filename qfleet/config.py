@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -84,7 +85,7 @@ class NetworkConfig:
 
     def __post_init__(self) -> None:
         kinds = ("auto", "mlp", "nature", "impala", "grid")
-        if self.kind not in kinds and ":" not in self.kind:
+        if self.kind not in kinds and not all(self.kind.partition(":")):
             raise ConfigError(
                 f"network.kind is {self.kind!r}; allowed are {', '.join(kinds)} or module:Class.{suggest(self.kind, kinds)}"
             )
@@ -235,11 +236,16 @@ class Config:
                 f"replay.capacity {self.replay.capacity} gives each of {self.env.num_envs} environments {rows} rows, but a round, an n-step "
                 f"window and a frame stack need {need}: raise it to at least {need * self.env.num_envs}, or lower env.num_envs."
             )
-        if self.replay.min_steps >= self.total_steps:
+        if self.first_update >= self.total_steps:
             raise ConfigError(
-                f"replay.min_steps is {self.replay.min_steps}, not below total_steps ({self.total_steps}): no update would ever be made. "
+                f"the first update comes after {self.first_update:,} steps (replay.min_steps, or one window of every environment), not below total_steps ({self.total_steps}): no update would ever be made. "
                 f"Raise --total-steps or lower --replay.min-steps."
             )
+
+    @property
+    def first_update(self) -> int:
+        """Steps before the first update: min_steps, and at least one complete window in every environment."""
+        return max(self.replay.min_steps, (self.learner.n_step + 1) * self.env.num_envs)
 
     @property
     def rows_per_round(self) -> int:
@@ -336,10 +342,14 @@ def convert(path: str, value: Any, hint: Any) -> Any:
         if hint is bool:
             return value if isinstance(value, bool) else _WORDS[str(value).lower()]
         if hint is int:
-            number = float(value)
-            if isinstance(value, bool) or not number.is_integer():  # inf is not
+            if isinstance(value, bool):
                 raise ValueError
-            return int(value) if isinstance(value, int) else int(number)
+            try:
+                return int(value) if isinstance(value, (int, str)) else int(str(value))
+            except ValueError:  # 1e6, 50_000.0
+                if not float(value).is_integer():  # inf is not
+                    raise
+                return int(float(value))
         if hint is float:
             if isinstance(value, bool) or not math.isfinite(float(value)):
                 raise ValueError
@@ -372,4 +382,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 def dump_yaml(config: Config, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
     """Write the config; `extra` (versions, threads) goes under the key `resolved`, which reading skips."""
     values = to_dict(config) | ({"resolved": dict(extra)} if extra else {})
-    Path(path).write_text(yaml.safe_dump(values, sort_keys=False, width=120))
+    temporary = Path(path).with_suffix(".tmp")
+    with open(temporary, "w") as f:
+        yaml.safe_dump(values, f, sort_keys=False, width=120)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(path)  # whole or not at all

@@ -158,6 +158,8 @@ class Learner:
             first = self.updates
             count = min(self._chunk, end - first, interval - first % interval)
             batch = source.sample(first, count, beta)
+            if batch.obs.device != self.device:  # a replay that lives on the host
+                batch = Batch(*(field.to(self.device, non_blocking=True) for field in batch))
             target = self.targets(batch, first)
             for i in range(count):
                 rows = slice(i * size, (i + 1) * size)
@@ -176,6 +178,8 @@ class Learner:
         c = self.config
         if c.replay.prioritized or c.learner.double or c.network.noisy or c.network.dist == "iqn":
             return 1
+        if c.learner.compile == "on":  # one shape, one compilation
+            return 1
         bytes_per_batch = 2 * c.learner.batch_size * self.spec.obs_bytes * self.spec.frame_stack
         return max(1, CHUNK_BYTES // bytes_per_batch)
 
@@ -185,9 +189,11 @@ class Learner:
         c, n, target = self.config.learner, self.config.network, self.target_net
         with self._precision():
             raw = target(batch.next_obs, draws.target_noise, draws.target_taus).float()
-            q_next = target.values(raw)
-            select = self.net.q(batch.next_obs, draws.select_noise).float() if c.double else None
-            q = target.q(batch.obs, draws.target_noise).float() if c.munchausen else None
+            chosen = self.net(batch.next_obs, draws.select_noise, self.net.taus) if c.double else None
+            now = target(batch.obs, draws.target_noise, target.taus) if c.munchausen else None
+        q_next = target.values(raw)  # expectations in full precision
+        select = None if chosen is None else self.net.values(chosen.float())
+        q = None if now is None else target.values(now.float())
         reward = batch.reward
         if q is not None:
             reward = reward + losses.munchausen_bonus(q, batch.action, c.munchausen_alpha, c.munchausen_tau)

@@ -53,6 +53,8 @@ def test_serial_losses_equal_the_oracle(oracle: ModuleType, tmp_path: Path, n_st
             "replay.samples_per_step": s.samples_per_step,
             "learner.batch_size": s.batch_size,
             "learner.lr": s.lr,
+            "learner.lr_schedule": "constant",
+            "learner.tau": 1.0,
             "learner.gamma": s.gamma,
             "learner.n_step": s.n_step,
             "learner.grad_clip": s.grad_clip,

@@ -81,6 +81,7 @@ def _load(kind: str) -> Callable[..., Any]:
     name, _, attribute = kind.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:  # as `python -m` would; the qfleet script does not
         sys.path.append(os.getcwd())
+    os.environ.setdefault("KERAS_BACKEND", "torch")  # read when a Keras model's module imports keras
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as e:
@@ -91,7 +92,7 @@ def _load(kind: str) -> Callable[..., Any]:
         ) from None
     if not callable(getattr(module, attribute, None)):
         raise ConfigError(
-            f"network.kind is {kind!r}, but {name} has no class or function {attribute!r}.{suggest(attribute, vars(module))}"
+            f"network.kind is {kind!r}, but {name} has no class or function {attribute!r}.{suggest(attribute, [k for k, v in vars(module).items() if callable(v) and k[0] != '_'])}"
         )
     made: Callable[..., Any] = getattr(module, attribute)
     return made

@@ -65,6 +65,14 @@ class Replay:
         """Rows each column can hold."""
         return self._storage.rows
 
+    def rows_within(self, size: int) -> int:
+        """Rows of all columns together that take about `size` bytes; at least 1."""
+        return max(1, size // (self.columns * (self._storage.obs[0].nbytes + 32)))
+
+    @property
+    def columns(self) -> int:
+        return self._storage.columns
+
     @property
     def count(self) -> Tensor:
         """[E] int64, on the host: rows ever written to each column."""
@@ -106,7 +114,7 @@ class Replay:
     def update_priorities(self, id: Tensor, priority: Tensor) -> None:
         """New |TD errors| [B] of sampled ids; ids whose rows were overwritten since are dropped. Uniform: nothing."""
         if isinstance(self._sampler, Priorities):
-            self._sampler.update(id, priority, self._storage.oldest)
+            self._sampler.update(id.to(self.device), priority.to(self.device), self._storage.oldest)
 
     def state(self) -> State:
         """Everything but the rows."""
@@ -124,9 +132,9 @@ class Replay:
         else:
             self._sampler.rebuild(self._storage.is_start, np.asarray(self._storage.oldest.cpu()))
 
-    def segment(self, since: Tensor | None = None) -> dict[str, Tensor]:
-        """Rows numbered `since` [E] and later that are still here (None: all), flattened, on the host."""
-        return self._storage.segment(since)
+    def segment(self, since: Tensor | None = None, until: Tensor | None = None) -> dict[str, Tensor]:
+        """Rows numbered since[E] to until[E] - 1 that are still here (None: all), flattened, on the host."""
+        return self._storage.segment(since, until)
 
     def load_segment(self, segment: dict[str, Tensor]) -> None:
         self._storage.load_segment(segment)

@@ -16,9 +16,7 @@ class Limiter:
     """
 
     def __init__(self, config: Config) -> None:
-        # A window of n steps and the row below it, in every column: before that there may be nothing to sample.
-        shortest = (config.learner.n_step + 1) * config.env.num_envs
-        self.min_steps = max(config.replay.min_steps, shortest)
+        self.min_steps = config.first_update
         self._ratio = Fraction(str(config.replay.samples_per_step)) / config.learner.batch_size
 
     def updates_due(self, steps: int, updates: int) -> int:

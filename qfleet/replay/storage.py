@@ -242,12 +242,12 @@ class Storage:
         self.oldest.copy_(torch.from_numpy(self._oldest))
         self.num_starts = int(np.count_nonzero(is_start))
 
-    def segment(self, since: Tensor | None) -> dict[str, Tensor]:
-        """Rows that are still in the rings and, per column, not older than `since`; on the host, flattened to N."""
+    def segment(self, since: Tensor | None, until: Tensor | None = None) -> dict[str, Tensor]:
+        """Rows still in the rings from `since` up to, not including, `until`, per column; on the host, flattened to N."""
         lowest = (self.count - self.rows).clamp(min=0)
         if since is not None:
             lowest = torch.maximum(lowest, since)
-        lengths = (self.count - lowest).clamp(min=0)
+        lengths = ((self.count if until is None else until) - lowest).clamp(min=0)
         column = torch.arange(self.columns).repeat_interleave(lengths)
         within = torch.arange(len(column)) - (lengths.cumsum(0) - lengths)[column]
         row = lowest[column] + within

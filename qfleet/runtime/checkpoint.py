@@ -3,7 +3,7 @@
     checkpoints/
       step_000012000/   model.safetensors  state.safetensors  state.json  manifest.json
       best_000010000/   model.safetensors  state.json  manifest.json      (weights of the best evaluation)
-      replay/           rows_000012000.safetensors ...   (rows added since the checkpoint before)
+      replay/           rows_000012000_000.safetensors ...   (rows added since the checkpoint before)
       last, best        links for people
 
 A folder appears under its name only when it is complete: it is written as .tmp, flushed to disk and renamed. Replay rows
@@ -13,6 +13,7 @@ manifest is in place. So only the newest checkpoint can be resumed; the older on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from qfleet.types import Array, State
 
 FORMAT = 1
 ARRAY = "__array__"
+SEGMENT_BYTES = 256 << 20
 
 
 class CheckpointError(ValueError):
@@ -91,11 +93,13 @@ def _read(path: Path, entry: Mapping[str, Any], checkpoint: Path) -> bytes:
 
 
 def _sync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Make renames in a folder last; some file systems cannot, and need not be asked twice."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _arrays(tensors: Mapping[str, Any]) -> bytes:
@@ -105,10 +109,12 @@ def _arrays(tensors: Mapping[str, Any]) -> bytes:
 
 
 def _link(folder: Path, name: str, target: str) -> None:
+    """A convenience: where links cannot be made, there is none."""
     temporary = folder / f".{name}.tmp"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(folder / name)
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(folder / name)
 
 
 def _write_folder(folder: Path, state: State, replay: list[dict[str, Any]]) -> None:
@@ -126,9 +132,12 @@ def _write_folder(folder: Path, state: State, replay: list[dict[str, Any]]) -> N
         files["state.json"] = _write(temporary / "state.json", json.dumps(tree).encode())
         manifest = {"format": FORMAT, "step": state["step"], "files": files, "replay": replay}
         _write(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
-        shutil.rmtree(folder, ignore_errors=True)
+        _sync_dir(temporary)
+        if folder.exists():  # the same step again, in a resumed run: nobody may find it half gone
+            folder.rename(folder.with_name(folder.name + ".old.tmp"))
         temporary.rename(folder)
         _sync_dir(folder.parent)
+        shutil.rmtree(folder.with_name(folder.name + ".old.tmp"), ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -154,13 +163,21 @@ class Checkpoints:
         rows_dir.mkdir(parents=True, exist_ok=True)
         count, oldest = replay.count.cpu(), replay.count.cpu() - replay.rows
         segments = [s for s in self._segments if bool((torch.tensor(s["upto"]) > oldest).any())]
-        name = f"rows_{step:09d}.safetensors"
+        written: list[Path] = []
         try:
-            new = _write(rows_dir / name, _arrays(replay.segment(self._saved_rows)))
-            segments.append({"file": name, **new, "upto": count.tolist()})
+            since = torch.zeros_like(count) if self._saved_rows is None else self._saved_rows
+            since = torch.maximum(since, oldest)
+            while bool((since < count).any()):  # in parts: a segment is held in memory while it is written
+                until = torch.minimum(since + replay.rows_within(SEGMENT_BYTES), count)
+                written.append(rows_dir / f"rows_{step:09d}_{len(written):03d}.safetensors")
+                entry = _write(written[-1], _arrays(replay.segment(since, until)))
+                segments.append({"file": written[-1].name, **entry, "upto": until.tolist()})
+                since = until
+            _sync_dir(rows_dir)
             _write_folder(self.dir / f"step_{step:09d}", {**state, "step": step, "replay": replay.state()}, segments)
         except OSError:
-            (rows_dir / name).unlink(missing_ok=True)
+            for path in written:
+                path.unlink(missing_ok=True)
             raise
         self._segments, self._saved_rows, self._saved_step = segments, count.clone(), step
         _link(self.dir, "last", f"step_{step:09d}")
@@ -247,5 +264,7 @@ def locate(run: str | Path) -> tuple[Path, Path]:
         return path.resolve().parent.parent, path.resolve()
     if not (path / "config.yaml").exists():
         raise CheckpointError(f"{str(run)!r} is no run directory: it has no config.yaml.")
-    best = sorted(p for p in (path / "checkpoints").glob("best_*") if p.suffix != ".tmp")
+    best = sorted(
+        p for p in (path / "checkpoints").glob("best_*") if (p / "manifest.json").exists() and p.suffix != ".tmp"
+    )
     return path, best[-1] if best else newest(path / "checkpoints")

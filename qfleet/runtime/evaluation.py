@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,8 +38,10 @@ def make_envs(config: EnvConfig, episodes: int, seed: int, threads: int) -> Envs
     return environments.make(config, seed=seed, num_envs=min(episodes, MAX_ENVS), threads=threads)
 
 
-def play(policy: Policy, envs: Envs, episodes: int, seed: int, step: int) -> Evaluation:
-    """Every environment plays its share of the episodes, so short episodes are not counted more often than long ones."""
+def play(
+    policy: Policy, envs: Envs, episodes: int, seed: int, step: int, stop: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
+    """None if `stop` became true on the way. Every environment plays its share of the episodes, so short episodes are not counted more often than long ones."""
     n = envs.num_envs
     share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
     stack = FrameStack(envs.spec, n)
@@ -46,6 +49,8 @@ def play(policy: Policy, envs: Envs, episodes: int, seed: int, step: int) -> Eva
     running, length = np.zeros(n), np.zeros(n, np.int64)
     returns: list[list[float]] = [[] for _ in range(n)]
     while (share > 0).any():
+        if stop():
+            return None
         s = envs.step(policy.act(stack.push(obs, first)))
         obs, first = s.obs, s.first
         running += s.reward

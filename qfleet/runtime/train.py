@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import math
 import os
 import re
@@ -11,7 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -44,16 +47,28 @@ class Trainer:
 
     def __init__(self, config: Config, run_dir: Path, progress: Progress, resume: bool = False) -> None:
         self.run_dir, self.progress = run_dir, progress
-        self._threads_before = torch.get_num_threads()
-        threads = config.runtime.emulator_threads or os.cpu_count() or 1
+        self._threads = config.runtime.emulator_threads or os.cpu_count() or 1
         device = torch.device(pick_device(config.device))
-        self.envs = envs.make(config.env, seed=rng.derive(config.seed, "environments"), threads=threads)
+        self.envs = envs.make(config.env, seed=rng.derive(config.seed, "environments"), threads=self._threads)
+        self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
+        self._open.callback(torch.set_num_threads, torch.get_num_threads())
+        self._open.callback(self.envs.close)
+        try:
+            self._make(config, device, resume)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _make(self, config: Config, device: torch.device, resume: bool) -> None:
+        """Everything but the environments, which may be processes that must not outlive a failure here."""
+        run_dir, progress = self.run_dir, self.progress
         self.config = config = resolve(config, self.envs, device)
         spec = self.envs.spec
         replay_device = pick_device(config.replay.device, device)
         Replay.check_memory(config, spec, replay_device)
         if not resume:
             prepare(run_dir)
+        self._open.enter_context(lock(run_dir))
         for line in summary(config, self.envs, replay_device):
             progress.message(line)
         self.learner = Learner(config, spec, device)
@@ -63,6 +78,7 @@ class Trainer:
         self.schedule = (
             Pipelined(config.learner.threads) if pipelined else Serial(config.runtime.lag, config.learner.threads)
         )
+        self._open.callback(self.schedule.close)
         acting_device = torch.device(pick_device(config.acting.device, device))
         copied = pipelined or acting_device != device
         net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
@@ -70,7 +86,6 @@ class Trainer:
         self.policy = Policy(net, config, spec, acting_device)
         self.collector = Collector(config, self.envs, self.policy)
         self._eval_envs: envs.Envs | None = None
-        self._eval_threads = threads
         self.checkpoints = Checkpoints(run_dir, config.runtime.keep)
         # What the rounds leave behind.
         self.stored_steps = 0
@@ -79,6 +94,7 @@ class Trainer:
         self.lr_scale = 1.0
         self._loss_sum, self._q_mean, self._window_updates = 0.0, 0.0, 0
         self._before = 0.0  # seconds of earlier incarnations
+        self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
         self.stop_reason = ""
         self.signal: int | None = None
         position = self._load() if resume else None
@@ -87,16 +103,19 @@ class Trainer:
             dump_yaml(config, run_dir / "config.yaml", versions(config))
         self._began = time.perf_counter()
         self.metrics = Metrics(run_dir, position)
+        self._open.callback(self.metrics.close)
         self._marks = self._clock()
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until total_steps, an early stop or a signal; every way out leaves a checkpoint."""
+        """Train until total_steps, an early stop or a signal; each of these leaves a checkpoint."""
         previous = self._catch_signals()
         if self.collector.steps >= self.config.total_steps:
             self.stop_reason = "total_steps"  # a finished run, resumed
         try:
+            if self._evaluation_due:
+                self._evaluate(self.collector.steps)
             while not self.stop_reason:
                 before = self.collector.steps
                 self._publish()
@@ -109,12 +128,7 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        self.schedule.close()
-        torch.set_num_threads(self._threads_before)
-        self.metrics.close()
-        self.envs.close()
-        if self._eval_envs is not None:
-            self._eval_envs.close()
+        self._open.close()
 
     def _store(self, rows: Step) -> None:
         self.replay.extend(rows)
@@ -207,11 +221,15 @@ class Trainer:
         began = time.perf_counter()
         self._publish()
         result = self.evaluate(step)
-        new_best = self.best is None or result.mean_return >= self.best
-        if new_best:
+        self._evaluation_due = result is None
+        if result is None:
+            return
+        better = self.best is None or result.mean_return > self.best
+        if better or result.mean_return == self.best:  # of equals, the newest is kept
             self.best = result.mean_return
-            self.evaluations_since_best = 0
             self.checkpoints.save_best(step, self._state())
+        if better:
+            self.evaluations_since_best = 0
         else:
             self.evaluations_since_best += 1
             if self.config.learner.lr_schedule == "plateau" and self.evaluations_since_best % PLATEAU == 0:
@@ -230,12 +248,13 @@ class Trainer:
             self.stop_reason = "patience"
         self._marks["wall"] += time.perf_counter() - began  # evaluation is not training time
 
-    def evaluate(self, step: int) -> Evaluation:
-        """Greedy episodes on separate environments, kept open between evaluations; the seed depends on the step alone."""
+    def evaluate(self, step: int) -> Evaluation | None:
+        """None if a signal came. Greedy episodes on separate environments, kept open between evaluations; the seed depends on the step alone."""
         episodes, seed = self.config.runtime.eval_episodes, rng.derive(self.config.seed, f"evaluation {step}")
         if self._eval_envs is None:
-            self._eval_envs = evaluation.make_envs(self.config.env, episodes, seed, self._eval_threads)
-        return evaluation.play(self.policy, self._eval_envs, episodes, seed, step)
+            self._eval_envs = evaluation.make_envs(self.config.env, episodes, seed, self._threads)
+            self._open.callback(self._eval_envs.close)
+        return evaluation.play(self.policy, self._eval_envs, episodes, seed, step, stop=lambda: self.signal is not None)
 
     def _diverged(self, step: int) -> None:
         saved = sorted(self.checkpoints.dir.glob("step_*"))
@@ -259,6 +278,8 @@ class Trainer:
         return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _save(self) -> None:
+        if not self.learner.flat.data.abs().max() < EXPLODED:
+            self._diverged(self.collector.steps)
         self.checkpoints.save(self.collector.steps, self._state(), self.replay)
 
     def _state(self) -> State:
@@ -270,6 +291,7 @@ class Trainer:
             "best": self.best,
             "evaluations_since_best": self.evaluations_since_best,
             "lr_scale": self.lr_scale,
+            "evaluation_due": self._evaluation_due,
             "window": [self._loss_sum, self._q_mean, self._window_updates],
             "metrics_bytes": self.metrics.position(),
             "seconds": self.seconds,
@@ -282,7 +304,7 @@ class Trainer:
         self.collector.load_state(state["collector"])
         self.stored_steps = state["stored_steps"]
         self.best, self.evaluations_since_best = state["best"], state["evaluations_since_best"]
-        self.lr_scale = state["lr_scale"]
+        self.lr_scale, self._evaluation_due = state["lr_scale"], state["evaluation_due"]
         self._loss_sum, self._q_mean, self._window_updates = state["window"]
         self._before = state["seconds"]
         return int(state["metrics_bytes"])
@@ -360,6 +382,21 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
             f"  atari         sticky actions {config.env.sticky_actions:g}, a lost life {'stops the bootstrap' if config.env.life_loss else 'is ignored'}, rewards clipped to ±{config.env.reward_clip:g} for learning"
         )
     return lines + [f"  note          {note}" for note in made.notes]
+
+
+def lock(run_dir: Path) -> BinaryIO:
+    """One process a run: held until the file is closed, by whatever ends the process."""
+    file = open(run_dir / ".lock", "wb")  # noqa: SIM115 - held open by the caller
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        file.close()
+        if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return open(os.devnull, "wb")  # a file system without locks
+        raise ConfigError(
+            f"another process is training in {str(run_dir)!r}. Wait for it, stop it, or name another --run-dir."
+        ) from None
+    return file
 
 
 def prepare(run_dir: Path) -> None:
