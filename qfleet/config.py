@@ -137,7 +137,9 @@ class LearnerConfig:
     precision: Literal["fp32", "bf16"] = opt(
         "fp32", "bf16: forward and backward in mixed precision where the hardware has it"
     )
-    compile: Literal["auto", "on", "off"] = opt("auto", "torch.compile for the update; auto = only where it pays")
+    compile: Literal["auto", "on", "off"] = opt(
+        "auto", "torch.compile for the update; auto = only where it was measured to pay (not on the CPU)"
+    )
     threads: int = opt(1, "CPU threads of the learner")
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import math
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -62,6 +63,7 @@ class Trainer:
     def _make(self, config: Config, device: torch.device, resume: bool) -> None:
         """Everything but the environments, which may be processes that must not outlive a failure here."""
         run_dir, progress = self.run_dir, self.progress
+        wanted_compile = config.learner.compile == "on"
         self.config = config = resolve(config, self.envs, device)
         spec = self.envs.spec
         replay_device = pick_device(config.replay.device, device)
@@ -71,6 +73,8 @@ class Trainer:
         self._open.enter_context(lock(run_dir))
         for line in summary(config, self.envs, replay_device):
             progress.message(line)
+        if wanted_compile and config.learner.compile == "off":
+            progress.message("  note          no C++ compiler here (g++ or clang++): learner.compile is off")
         self.learner = Learner(config, spec, device)
         self.replay = Replay(config, spec, replay_device, seed=config.seed)
         self.limiter = Limiter(config)
@@ -346,12 +350,25 @@ def pick_device(name: str, same_as: torch.device | None = None) -> str:
 def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
     """What may depend on the machine, settled once: a resumed or repeated run reads it from config.yaml."""
     pipelined = config.runtime.lag == 1 and (os.cpu_count() or 1) > 1
-    choices: dict[str, Any] = {"device": str(device)}
+    choices: dict[str, Any] = {"device": str(device), "learner.compile": compile_choice(config)}
     if made.kind != "atari":
         choices["env.vectorize"] = made.kind
     if config.runtime.schedule == "auto":
         choices["runtime.schedule"] = "pipelined" if pipelined else "serial"
     return override(config, choices)
+
+
+def compile_choice(config: Config) -> str:
+    """On the CPU compiling does not pay: plain MLPs have a hand-written gradient that is faster, and the others gain less
+    in a run than the half minute it takes (docs/design.md has the figures). So `auto` is off; without a compiler, so is `on`.
+    """
+    wanted = config.learner.compile == "on"
+    return "on" if wanted and compiler() is not None else "off"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile would use on the CPU."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:

@@ -15,9 +15,9 @@ import torch
 
 import qfleet
 from qfleet.config import ConfigError
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
-from qfleet.runtime.train import TrainingError, crossed, lr_factor
+from qfleet.runtime.train import TrainingError, crossed, lock, lr_factor
 
 SMALL = {
     "network.hidden": (32, 32),
@@ -277,3 +277,58 @@ def test_small_helpers() -> None:
         and lr_factor("cosine", 0.5) == pytest.approx(0.5)
         and lr_factor("constant", 0.9) == 1.0
     )
+
+
+def test_compile_without_a_compiler_runs_eager_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = qfleet.train(
+        "CartPole-v1",
+        recipe="c51",
+        total_steps=400,
+        run_dir=tmp_path / "run",
+        overrides={**SMALL, "learner.compile": "on"},
+    )
+    assert "no C++ compiler" in capsys.readouterr().out
+    assert run.config.learner.compile == "off" and any("train/loss" in row for row in run.metrics)
+
+
+def test_two_processes_cannot_train_in_one_run_directory(tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=500)
+    held = lock(tmp_path / "run")
+    with held, pytest.raises(ConfigError, match="another process is training"):
+        qfleet.train(resume=tmp_path / "run", total_steps=600, progress=False)
+
+
+def test_killed_before_the_first_checkpoint_resumes_from_the_start(tmp_path: Path) -> None:
+    common = {"env": "CartPole-v1", "recipe": "dqn", "total_steps": 600, "overrides": SMALL}
+    qfleet.train(**common, run_dir=tmp_path / "whole", progress=False)
+    killed(200, **common, run_dir=str(tmp_path / "killed"))
+    qfleet.train(resume=tmp_path / "killed", progress=False)
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+
+
+def test_an_evaluation_cut_short_by_a_signal_comes_first_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "whole")
+    play = evaluation.play
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return play(*args, **kwargs)
+
+    monkeypatch.setattr(evaluation, "play", interrupted)
+    run = train(tmp_path / "cut")
+    assert run.signal == signal.SIGTERM and run.evaluation is None
+    assert not any("eval/mean_reward" in row for row in run.metrics)
+    monkeypatch.undo()
+    qfleet.train(resume=tmp_path / "cut", progress=False)
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+def test_ties_do_not_count_as_progress(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", env="MountainCar-v0", steps=10_000, learner__lr=1e-9, runtime__patience=2)
+    assert run.stop_reason == "patience" and run.metrics[-1]["step"] < 4_000
