@@ -25,7 +25,7 @@ types: .make/dev
 	$(BIN)/mypy
 
 prove: .make/dev
-	$(BIN)/python -m pytest -n 2 --dist load tests/prove
+	$(BIN)/python -m pytest -n 2 --dist load prove
 
 bench: .make/bench
 	for b in cartpole_updates cartpole_time pong_steps replay_vs_cpprb; do env -u OMP_NUM_THREADS $(BIN)/python benchmarks/$$b.py || exit 1; done
