@@ -9,7 +9,7 @@ does not know how many it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +22,8 @@ from qfleet.networks import QNetwork
 from qfleet.types import Batch, Spec, State
 
 ALIGN = 16  # floats: every parameter starts on a 64-byte boundary
-CHUNK_BYTES = 16 << 20  # of batches sampled, and target values computed, in one call
+CHUNK_BYTES = 16 << 20  # of batches sampled in one call
+CACHE_BYTES = 512 << 10
 IQN_TARGET_SAMPLES = 32
 MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # behave differently when training
 
@@ -82,6 +83,13 @@ class Flat:
         return self.grad
 
 
+def unbind(batch: Batch, size: int) -> Iterator[Batch]:
+    """Consecutive parts of `size` samples."""
+    if len(batch.action) == size:
+        return iter((batch,))
+    return map(Batch._make, zip(*(torch.split(field, size) for field in batch), strict=True))
+
+
 class Learner:
     """Online and target network, optimiser state, and the two functions over them."""
 
@@ -104,6 +112,13 @@ class Learner:
         self.lr = config.learner.lr
         self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
         self._chunk = self._largest_chunk()
+        # Targets are computed for as many batches at once as keep a layer's activations in a core's cache.
+        vector = len(spec.obs_shape) == 1
+        self._target_batches = (
+            max(1, CACHE_BYTES // (4 * config.learner.batch_size * max(config.network.hidden, default=1)))
+            if vector
+            else 1
+        )
         linears = self.net.plain_mlp() if device.type == "cpu" and config.learner.precision == "fp32" else None
         self._fused = MlpGradient(linears, config.learner.loss) if linears else None
         self._targets: Callable[[Batch, Draws], Tensor] = self._make_targets
@@ -123,9 +138,10 @@ class Learner:
         """-> flat gradient, new priorities [B], loss, the network's output."""
         if self._fused is not None:
             return self.grad, *self._fused(batch, target)
-        out, raw = self._loss(batch, target, self._draws(update, batch.action.shape[0]))
-        self.grad.zero_()
-        out.loss.backward()  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            out, raw = self._loss(batch, target, self._draws(update, batch.action.shape[0]))
+            self.grad.zero_()
+            out.loss.backward()  # type: ignore[no-untyped-call]
         return self.grad, out.priority, out.loss.detach(), raw.detach()
 
     @torch.no_grad()
@@ -133,7 +149,9 @@ class Learner:
         """Clip, optimise, refresh the target network."""
         c = self.config.learner
         if c.grad_clip:
-            grad.mul_((c.grad_clip / (torch.linalg.vector_norm(grad) + 1e-6)).clamp_(max=1.0))
+            scale = c.grad_clip / (torch.linalg.vector_norm(grad) + 1e-6)
+            if self.device.type != "cpu" or scale < 1.0:  # looking costs nothing on the CPU, and a stall elsewhere
+                grad.mul_(scale.clamp_(max=1.0))
         self.optimizer(grad, self.lr)
         self.updates += 1
         if self.updates % c.target_interval == 0:
@@ -146,30 +164,33 @@ class Learner:
 
     # --- many updates ------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def learn(self, source: Source, updates: int, beta: float = 1.0) -> Learned:
-        """Sample, differentiate and apply, `updates` (at least one) times. Batches come in chunks where nothing in them can change."""
+        """Sample, differentiate and apply, `updates` (at least one) times.
+
+        Batches are sampled, and their targets computed, for several updates at once where nothing in them can change.
+        """
         total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         size, interval, end = (
             self.config.learner.batch_size,
             self.config.learner.target_interval,
             self.updates + updates,
         )
+        together = self._target_batches * size
         while self.updates < end:
             first = self.updates
             count = min(self._chunk, end - first, interval - first % interval)
-            batch = source.sample(first, count, beta)
-            if batch.obs.device != self.device:  # a replay that lives on the host
-                batch = Batch(*(field.to(self.device, non_blocking=True) for field in batch))
-            target = self.targets(batch, first)
-            for i in range(count):
-                rows = slice(i * size, (i + 1) * size)
-                part = batch if count == 1 else Batch(*(field[rows] for field in batch))
-                grad, priority, loss, raw = self.grads(part, target if count == 1 else target[rows], first + i)
-                self.apply(grad)
-                source.update_priorities(part.id, priority)
-                total_loss += loss
-        with torch.no_grad():
-            q = self.net.values(raw.float()).gather(1, part.action.unsqueeze(1)).mean()
+            sampled = source.sample(first, count, beta)
+            if sampled.obs.device != self.device:  # a replay that lives on the host
+                sampled = Batch(*(field.to(self.device, non_blocking=True) for field in sampled))
+            for part in unbind(sampled, together):
+                target = self.targets(part, self.updates)
+                for batch, batch_target in zip(unbind(part, size), torch.split(target, size), strict=True):
+                    grad, priority, loss, raw = self.grads(batch, batch_target, self.updates)
+                    self.apply(grad)
+                    source.update_priorities(batch.id, priority)
+                    total_loss += loss
+        q = self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean()
         return Learned(total_loss.item(), q.item(), updates)
 
     def _largest_chunk(self) -> int:
