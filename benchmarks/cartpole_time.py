@@ -35,7 +35,7 @@ def theirs(seed: int) -> None:
         def _on_step(self) -> bool:
             if self.num_timesteps % 1000 == 0:
                 mean, _ = evaluate_policy(self.model, self.envs, n_eval_episodes=20, warn=False)
-                self.reached = mean >= 475
+                self.reached = bool(mean >= 475)
             return not self.reached
 
     model = DQN(
