@@ -1,6 +1,6 @@
 """TensorBoard event files, written without the tensorboard package.
 
-Importing its writer costs 0.2 s (torch's wrapper of it 1.7 s) and a training run should start at once; scalars need
+Importing its writer costs 0.2 s, and a training run should start at once; scalars need
 only a few protobuf fields. A record is: length, masked CRC of the length, event, masked CRC of the event.
 """
 
