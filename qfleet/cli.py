@@ -178,7 +178,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
     text, default = str(field.metadata["help"]), field.default
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
-    shown = default not in (dataclasses.MISSING, None, "")
+    shown = default not in (dataclasses.MISSING, None, "", "custom")
     return (f"{text} [{str(default).lower()}]" if shown else text).replace("%", "%%")
 
 

@@ -213,7 +213,7 @@ class Config:
     """Everything a run needs. Make one with a recipe: `qfleet.recipes.make("rainbow", "CartPole-v1")`."""
 
     env: EnvConfig = field(default_factory=EnvConfig)
-    recipe: str = opt("dqn", "named set of algorithm and hyperparameters; see `qfleet recipes`")
+    recipe: str = opt("custom", "named set of algorithm and hyperparameters, see `qfleet recipes` [munchausen]")
     seed: int = opt(1, "seed of everything random")
     total_steps: int = opt(50_000, "environment steps to train for")
     device: str = opt("auto", "device of the learner: auto, cpu or cuda")
