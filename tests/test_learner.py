@@ -19,7 +19,12 @@ CPU = torch.device("cpu")
 
 
 def config(recipe: str = "dqn", **values: object) -> Config:
-    small = {"network.hidden": (32, 16), "learner.batch_size": 8, "learner.target_interval": 5}
+    small = {
+        "network.hidden": (32, 16),
+        "learner.batch_size": 8,
+        "learner.target_interval": 5,
+        "learner.tau": 1.0,
+    }
     return override(recipes.make(recipe, "CartPole-v1"), small | {k.replace("__", "."): v for k, v in values.items()})
 
 
