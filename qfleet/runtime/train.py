@@ -36,6 +36,7 @@ from qfleet.types import State, Step
 
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
 ATARI_FRAME_SKIP = 4
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
 
@@ -126,6 +127,13 @@ class Trainer:
                 learned = self.schedule.round(self.collector.collect, self._store, self._learn)
                 self._between_rounds(before, self.collector.steps, learned)
             self._save()
+        except OSError as e:
+            if e.errno not in DISK_FULL:
+                raise
+            saved = sorted(self.checkpoints.dir.glob("step_*"))
+            last = f"its last complete checkpoint is {saved[-1]}" if saved else "it has no checkpoint yet"
+            hint = f"Make room and go on with `qfleet train --resume {self.run_dir}`."
+            raise OSError(e.errno, f"{e.strerror}. The run stopped; {last}. {hint}") from None
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
