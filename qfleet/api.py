@@ -20,7 +20,8 @@ from qfleet.envs import ids
 from qfleet.runtime import checkpoint, evaluation, metrics
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.progress import Progress
-from qfleet.runtime.train import Trainer, pick_device
+from qfleet.runtime.setup import pick_device
+from qfleet.runtime.train import Trainer
 from qfleet.types import Spec
 
 # Settled on the machine a run was made on: not taken over when its config.yaml serves as --config.

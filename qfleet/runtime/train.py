@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import os
-import re
-import shutil
 import signal
 import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
-from qfleet import __version__, envs, networks, rng
+from qfleet import envs, networks, rng
 from qfleet.acting.collector import Collector
 from qfleet.acting.policy import Policy
-from qfleet.config import Config, ConfigError, dump_yaml, override
+from qfleet.config import Config, dump_yaml
 from qfleet.learner import Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
@@ -32,6 +29,7 @@ from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.metrics import Metrics
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.schedule import Pipelined, Serial
+from qfleet.runtime.setup import lock, pick_device, prepare, resolve, summary, versions
 from qfleet.types import State, Step
 
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
@@ -341,115 +339,6 @@ def lr_factor(schedule: str, done: float) -> float:
     if schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     return 1.0
-
-
-def pick_device(name: str, same_as: torch.device | None = None) -> str:
-    if name == "auto":
-        return str(same_as) if same_as is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
-        raise ConfigError(
-            f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N. (ROCm GPUs are called cuda, too.)"
-        )
-    if name != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r}, but torch sees no GPU here. Use --device cpu, or run `qfleet doctor`.")
-    return name
-
-
-def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
-    """What may depend on the machine, settled once: a resumed or repeated run reads it from config.yaml."""
-    pipelined = config.runtime.lag == 1 and (os.cpu_count() or 1) > 1
-    choices: dict[str, Any] = {"device": str(device), "learner.compile": compile_choice(config)}
-    if made.kind != "atari":
-        choices["env.vectorize"] = made.kind
-    if config.runtime.schedule == "auto":
-        choices["runtime.schedule"] = "pipelined" if pipelined else "serial"
-    return override(config, choices)
-
-
-def compile_choice(config: Config) -> str:
-    """On the CPU compiling does not pay: plain MLPs have a hand-written gradient that is faster, and the others gain less
-    in a run than the half minute it takes (docs/design.md has the figures). So `auto` is off; without a compiler, so is `on`.
-    """
-    wanted = config.learner.compile == "on"
-    return "on" if wanted and compiler() is not None else "off"
-
-
-def compiler() -> str | None:
-    """The C++ compiler that torch.compile would use on the CPU."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-
-
-def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
-    """What is about to run, in a few lines: the choices that matter and what the replay will take."""
-    c, n = config.learner, config.network
-    parts = [f"double {c.double}".lower()] if c.double else []
-    parts += [
-        name
-        for name, on in (
-            ("dueling", n.dueling),
-            ("noisy", n.noisy),
-            ("munchausen", c.munchausen),
-            ("prioritised", config.replay.prioritized),
-        )
-        if on
-    ]
-    algorithm = ", ".join([{"scalar": "scalar"}.get(n.dist, n.dist), *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
-    size = Replay.memory(config, made.spec)
-    lines = [
-        f"  environments  {made.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
-        f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
-        f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval}",
-        f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",
-        f"  runtime       {config.runtime.schedule}, lag {config.runtime.lag}, learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}",
-    ]
-    if made.kind == "atari":
-        lines.append(
-            f"  atari         sticky actions {config.env.sticky_actions:g}, a lost life {'stops the bootstrap' if config.env.life_loss else 'is ignored'}, rewards clipped to ±{config.env.reward_clip:g} for learning"
-        )
-    return lines + [f"  note          {note}" for note in made.notes]
-
-
-def lock(run_dir: Path) -> BinaryIO:
-    """One process a run: held until the file is closed, by whatever ends the process."""
-    file = open(run_dir / ".lock", "wb")  # noqa: SIM115 - held open by the caller
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        file.close()
-        if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return open(os.devnull, "wb")  # a file system without locks
-        raise ConfigError(
-            f"another process is training in {str(run_dir)!r}. Wait for it, stop it, or name another --run-dir."
-        ) from None
-    return file
-
-
-def prepare(run_dir: Path) -> None:
-    """Make the run's folder and prove it writable, before anything is computed."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as e:
-        raise ConfigError(
-            f"cannot write to the run directory {str(run_dir)!r}: {e.strerror}. Name another with --run-dir."
-        ) from None
-
-
-def versions(config: Config) -> dict[str, Any]:
-    """Recorded in config.yaml for whoever reads the run later."""
-    import gymnasium
-
-    return {
-        "qfleet": __version__,
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "gymnasium": gymnasium.__version__,
-        "torch_threads": config.learner.threads,
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cores": os.cpu_count(),
-    }
 
 
 def tensors(state: Any) -> Any:

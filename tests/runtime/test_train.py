@@ -17,7 +17,8 @@ import qfleet
 from qfleet.config import ConfigError
 from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
-from qfleet.runtime.train import TrainingError, crossed, lock, lr_factor
+from qfleet.runtime.setup import lock
+from qfleet.runtime.train import TrainingError, crossed, lr_factor
 
 SMALL = {
     "network.hidden": (32, 32),
