@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import child, median, record
+from common import compare
 
 
 def ours(steps: int) -> dict[str, float]:
@@ -25,6 +25,8 @@ def ours(steps: int) -> dict[str, float]:
         "total_steps": steps,
         "network.hidden": (256, 256),
         "learner.lr": 2.3e-3,
+        "learner.lr_schedule": "constant",
+        "learner.tau": 1.0,
         "learner.batch_size": 64,
         "learner.n_step": 1,
         "learner.target_interval": 128,
@@ -74,14 +76,7 @@ def main() -> None:
     if args.one:
         print(json.dumps((ours if args.one == "qfleet" else theirs)(args.steps)))
         return
-    runs: dict[str, list[float]] = {"sb3": [], "qfleet": []}
-    for _ in range(args.repeats):
-        for name, values in runs.items():
-            values.append(child(__file__, "--one", name, "--steps", str(args.steps))["updates_per_second"])
-            print(f"{name:8s} {values[-1]:8.0f} updates/s", flush=True)
-    ratio = median(runs["qfleet"]) / median(runs["sb3"])
-    print(f"median   qfleet {median(runs['qfleet']):.0f}, sb3 {median(runs['sb3']):.0f} updates/s: {ratio:.2f} times")
-    record("cartpole_updates", {"qfleet": runs["qfleet"], "sb3": runs["sb3"], "ratio_of_medians": round(ratio, 3)})
+    compare(__file__, "cartpole_updates", "updates_per_second", args.steps, args.repeats)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,18 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
+def compare(script: str, name: str, what: str, steps: int, repeats: int) -> None:
+    """qfleet and Stable-Baselines3 in turn, each in a fresh process that prints {what: rate}; prints and records medians."""
+    runs: dict[str, list[float]] = {"sb3": [], "qfleet": []}
+    for _ in range(repeats):
+        for which, values in runs.items():
+            values.append(child(script, "--one", which, "--steps", str(steps))[what])
+            print(f"{which:8s} {values[-1]:8.1f} {what}", flush=True)
+    ratio = median(runs["qfleet"]) / median(runs["sb3"])
+    print(f"median   qfleet {median(runs['qfleet']):.1f}, sb3 {median(runs['sb3']):.1f} {what}: {ratio:.2f} times")
+    record(name, {**runs, "ratio_of_medians": round(ratio, 3)})
+
+
 def child(script: str, *args: str) -> dict[str, Any]:
     """Run one measurement in a fresh process; its last line of output is a JSON object."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}

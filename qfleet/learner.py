@@ -60,12 +60,22 @@ class Flat:
         self.named = dict(module.named_parameters())
         sizes = [-(-p.numel() // ALIGN) * ALIGN for p in self.named.values()]
         self.data = torch.zeros(sum(sizes), device=device)
-        self.grad = torch.zeros(0, device=device)
         self._at = list(zip(self.named.values(), torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
         for p, at in self._at:
             view = self._view(self.data, p, at)
             view.copy_(p.detach())
             p.data = view
+        # What else a user's module keeps (the statistics of a batch normalisation): copied along with the parameters.
+        self.buffers = [v for k, v in module.state_dict().items() if k not in self.named]
+
+    def copy_(self, other: Flat) -> None:
+        """Take over the parameters and buffers of a network of the same build."""
+        self.data.copy_(other.data)
+        self.copy_buffers_(other)
+
+    def copy_buffers_(self, other: Flat) -> None:
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.copy_(theirs)
 
     @staticmethod
     def _view(buffer: Tensor, p: Tensor, at: int) -> Tensor:
@@ -77,10 +87,10 @@ class Flat:
 
     def bind_grad(self) -> Tensor:
         """Make every `.grad` a view of one flat gradient, so that backward() fills it in place."""
-        self.grad = torch.zeros_like(self.data)
+        grad = torch.zeros_like(self.data)
         for p, at in self._at:
-            p.grad = self._view(self.grad, p, at)
-        return self.grad
+            p.grad = self._view(grad, p, at)
+        return grad
 
 
 def unbind(batch: Batch, size: int) -> Iterator[Batch]:
@@ -100,7 +110,7 @@ class Learner:
             self.net: QNetwork = networks.build(config, spec)
         self.target_net: QNetwork = networks.build(config, spec)  # built, not copied: a Keras model cannot be
         self.flat, self.target = Flat(self.net.to(device), device), Flat(self.target_net.to(device), device)
-        self.target.data.copy_(self.flat.data)
+        self.target.copy_(self.flat)
         for p in self.target.named.values():
             p.requires_grad_(False)
         self.grad = self.flat.bind_grad()
@@ -156,11 +166,10 @@ class Learner:
         self.updates += 1
         if self.updates % c.target_interval == 0:
             if c.tau == 1.0:
-                self.target.data.copy_(self.flat.data)
+                self.target.copy_(self.flat)
             else:
                 self.target.data.lerp_(self.flat.data, c.tau)
-            for mine, theirs in zip(self.target_net.buffers(), self.net.buffers(), strict=True):
-                mine.copy_(theirs)
+                self.target.copy_buffers_(self.flat)
 
     # --- many updates ------------------------------------------------------------------------------------------
 

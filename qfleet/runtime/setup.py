@@ -57,10 +57,10 @@ def compiler() -> str | None:
 def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
     """What is about to run, in a few lines: the choices that matter and what the replay will take."""
     c, n = config.learner, config.network
-    parts = [f"double {c.double}".lower()] if c.double else []
-    parts += [
+    parts = [
         name
         for name, on in (
+            ("double", c.double),
             ("dueling", n.dueling),
             ("noisy", n.noisy),
             ("munchausen", c.munchausen),
@@ -68,7 +68,7 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
         )
         if on
     ]
-    algorithm = ", ".join([{"scalar": "scalar"}.get(n.dist, n.dist), *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
+    algorithm = ", ".join([n.dist, *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
     size = Replay.memory(config, made.spec)
     lines = [
         f"  environments  {made.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",

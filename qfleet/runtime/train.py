@@ -21,7 +21,7 @@ from qfleet import envs, networks, rng
 from qfleet.acting.collector import Collector
 from qfleet.acting.policy import Policy
 from qfleet.config import Config, dump_yaml
-from qfleet.learner import Learned, Learner
+from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
 from qfleet.runtime.checkpoint import Checkpoints
@@ -85,7 +85,7 @@ class Trainer:
         acting_device = torch.device(pick_device(config.acting.device, device))
         copied = pipelined or acting_device != device
         net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
-        self._acting_copy = net if copied else None
+        self._acting_copy = Flat(net, acting_device) if copied else None
         self.policy = Policy(net, config, spec, acting_device)
         self.collector = Collector(config, self.envs, self.policy)
         self._eval_envs: envs.Envs | None = None
@@ -128,10 +128,8 @@ class Trainer:
         except OSError as e:
             if e.errno not in DISK_FULL:
                 raise
-            saved = sorted(self.checkpoints.dir.glob("step_*"))
-            last = f"its last complete checkpoint is {saved[-1]}" if saved else "it has no checkpoint yet"
             hint = f"Make room and go on with `qfleet train --resume {self.run_dir}`."
-            raise OSError(e.errno, f"{e.strerror}. The run stopped; {last}. {hint}") from None
+            raise OSError(e.errno, f"{e.strerror}. The run stopped. {self._last_checkpoint()} {hint}") from None
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -161,11 +159,7 @@ class Trainer:
     def _publish(self) -> None:
         """The learner's parameters reach the acting copy, if there is one."""
         if self._acting_copy is not None:
-            for kind in ("parameters", "buffers"):
-                for mine, theirs in zip(
-                    getattr(self._acting_copy, kind)(), getattr(self.learner.net, kind)(), strict=True
-                ):
-                    mine.copy_(theirs)
+            self._acting_copy.copy_(self.learner.flat)
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
@@ -266,11 +260,13 @@ class Trainer:
             self._open.callback(self._eval_envs.close)
         return evaluation.play(self.policy, self._eval_envs, episodes, seed, step, stop=lambda: self.signal is not None)
 
+    def _last_checkpoint(self) -> str:
+        saved = sorted(p for p in self.checkpoints.dir.glob("step_*") if p.suffix != ".tmp")
+        return f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
+
     def _diverged(self, step: int) -> None:
-        saved = sorted(self.checkpoints.dir.glob("step_*"))
-        good = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
         raise TrainingError(
-            f"the loss exploded (it is no number, or above {EXPLODED:g}) at step {step:,}. {good} Lower --learner.lr or set --learner.grad-clip; check that observations and rewards are finite numbers."
+            f"the loss exploded (it is no number, or above {EXPLODED:g}) at step {step:,}. {self._last_checkpoint()} Lower --learner.lr or set --learner.grad-clip; check that observations and rewards are finite numbers."
         )
 
     # --- stopping and resuming -----------------------------------------------------------------------------------
