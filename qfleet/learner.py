@@ -9,22 +9,26 @@ does not know how many it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from qfleet import losses, networks, rng
 from qfleet.config import Config
-from qfleet.fused import MlpGradient
 from qfleet.networks import QNetwork
 from qfleet.types import Batch, Spec, State
+
+if TYPE_CHECKING:
+    from qfleet.fused import Mlp, MlpGradient
 
 ALIGN = 16  # floats: every parameter starts on a 64-byte boundary
 CHUNK_BYTES = 16 << 20  # of batches sampled in one call
 CACHE_BYTES = 512 << 10
 IQN_TARGET_SAMPLES = 32
+KERNEL_SIZE = 1 << 20  # parameters: beyond, torch's threads are worth more than a cheap call
 MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # behave differently when training
 
 
@@ -129,8 +133,9 @@ class Learner:
             if vector
             else 1
         )
-        linears = self.net.plain_mlp() if device.type == "cpu" and config.learner.precision == "fp32" else None
-        self._fused = MlpGradient(linears, config.learner.loss) if linears else None
+        self._fused: MlpGradient | None
+        self._target_fused: Mlp | None
+        self._fused, self._target_fused = self._handwritten()
         self._targets: Callable[[Batch, Draws], Tensor] = self._make_targets
         self._loss: Callable[[Batch, Tensor, Draws], tuple[losses.Loss, Tensor]] = self._make_loss
         if config.learner.compile == "on":  # here, and nowhere else, the hot path is compiled
@@ -144,24 +149,19 @@ class Learner:
         """What the online network should have predicted: [B], or [B, N] for a distribution."""
         return self._targets(batch, self._draws(update, batch.action.shape[0]))
 
-    def grads(self, batch: Batch, target: Tensor, update: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def grads(self, batch: Batch, target: Tensor, update: int) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
         """-> flat gradient, new priorities [B], loss, the network's output."""
         if self._fused is not None:
-            return self.grad, *self._fused(batch, target)
+            return self.grad, *self._fused.gradient(batch, target)
         with torch.enable_grad():
             out, raw = self._loss(batch, target, self._draws(update, batch.action.shape[0]))
             self.grad.zero_()
             out.loss.backward()  # type: ignore[no-untyped-call]
-        return self.grad, out.priority, out.loss.detach(), raw.detach()
+        return self.grad, out.priority, out.loss.detach().double(), raw.detach()
 
-    @torch.no_grad()
     def apply(self, grad: Tensor) -> None:
         """Clip, optimise, refresh the target network."""
         c = self.config.learner
-        if c.grad_clip:
-            scale = c.grad_clip / (torch.linalg.vector_norm(grad) + 1e-6)
-            if self.device.type != "cpu" or scale < 1.0:  # looking costs nothing on the CPU, and a stall elsewhere
-                grad.mul_(scale.clamp_(max=1.0))
         self.optimizer(grad, self.lr)
         self.updates += 1
         if self.updates % c.target_interval == 0:
@@ -179,7 +179,7 @@ class Learner:
 
         Batches are sampled, and their targets computed, for several updates at once where nothing in them can change.
         """
-        total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        total_loss: Tensor | float = 0.0
         size, interval, end = (
             self.config.learner.batch_size,
             self.config.learner.target_interval,
@@ -198,9 +198,20 @@ class Learner:
                     grad, priority, loss, raw = self.grads(batch, batch_target, self.updates)
                     self.apply(grad)
                     source.update_priorities(batch.id, priority)
-                    total_loss += loss
+                    total_loss = total_loss + loss
         q = self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean()
-        return Learned(total_loss.item(), q.item(), updates)
+        return Learned(float(total_loss), q.item(), updates)
+
+    def _handwritten(self) -> tuple[MlpGradient, Mlp] | tuple[None, None]:
+        """Online and target network without autograd, where they are plain MLPs on the CPU."""
+        c, linears, target_linears = self.config.learner, self.net.plain_mlp(), self.target_net.plain_mlp()
+        if not linears or not target_linears or self.device.type != "cpu" or c.precision != "fp32" or c.compile == "on":
+            return None, None
+        from qfleet.fused import Mlp, MlpGradient
+
+        if not Mlp.suits(linears):
+            return None, None
+        return MlpGradient(linears, c.loss), Mlp(target_linears)
 
     def _largest_chunk(self) -> int:
         """Updates whose targets may be computed together: the target network is frozen between copies, and uniform
@@ -217,10 +228,15 @@ class Learner:
 
     def _make_targets(self, batch: Batch, draws: Draws) -> Tensor:
         c, n, target = self.config.learner, self.config.network, self.target_net
-        with self._precision():
-            raw = target(batch.next_obs, draws.target_noise, draws.target_taus).float()
-            chosen = self.net(batch.next_obs, draws.select_noise, self.net.taus) if c.double else None
-            now = target(batch.obs, draws.target_noise, target.taus) if c.munchausen else None
+        if self._fused is not None and self._target_fused is not None:
+            raw = self._target_fused(batch.next_obs)
+            chosen = self._fused(batch.next_obs) if c.double else None
+            now = self._target_fused(batch.obs) if c.munchausen else None
+        else:
+            with self._precision():
+                raw = target(batch.next_obs, draws.target_noise, draws.target_taus).float()
+                chosen = self.net(batch.next_obs, draws.select_noise, self.net.taus) if c.double else None
+                now = target(batch.obs, draws.target_noise, target.taus) if c.munchausen else None
         q_next = target.values(raw)  # expectations in full precision
         select = None if chosen is None else self.net.values(chosen.float())
         q = None if now is None else target.values(now.float())
@@ -291,21 +307,35 @@ class Learner:
 
 
 class Optimizer:
-    """Adam, RMSprop or SGD on one flat buffer, in place."""
+    """Clipping, then Adam, RMSprop or SGD, on one flat buffer, in place."""
 
     def __init__(self, config: Config, data: Tensor) -> None:
         c = config.learner
-        self.kind, self.eps, self.decay, self.data = c.optimizer, c.adam_eps, c.weight_decay, data
+        self.data = data
+        self.kind, self.eps, self.decay, self.clip = c.optimizer, c.adam_eps, c.weight_decay, c.grad_clip
         self.step = torch.zeros((), device=data.device)
         self.m = torch.zeros_like(data if self.kind == "adam" else data[:0])
         self.v = torch.zeros_like(data if self.kind != "sgd" else data[:0])
+        self.adam: Callable[..., None] | None = None  # on the CPU, for networks that are not large
+        if self.kind == "adam" and data.device.type == "cpu" and data.numel() <= KERNEL_SIZE:
+            from qfleet.fused import adam
+
+            arrays = (self.data.numpy(), self.m.numpy(), self.v.numpy(), self.step.numpy())
+            self.adam = functools.partial(adam, *arrays, self.eps, self.clip)
 
     def __call__(self, grad: Tensor, lr: float) -> None:
         if self.decay:
             self.data.mul_(1.0 - lr * self.decay)
+        if self.adam is not None:
+            self.adam(grad.numpy(), lr)
+            return
+        self.step += 1
+        if self.clip:
+            scale = self.clip / (torch.linalg.vector_norm(grad) + 1e-6)
+            if grad.device.type != "cpu" or scale < 1.0:  # looking costs nothing on the CPU, and a stall elsewhere
+                grad.mul_(scale.clamp_(max=1.0))
         if self.kind == "adam":
             # The kernel behind torch.optim.Adam(fused=True); its Python wrapper costs as much as the kernel here.
-            self.step += 1
             torch._fused_adam_(
                 [self.data], [grad], [self.m], [self.v], [], [self.step],
                 lr=lr, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps, amsgrad=False, maximize=False,

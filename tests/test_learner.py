@@ -63,20 +63,48 @@ class Batches:
 
 
 @pytest.mark.parametrize("loss", ["huber", "mse"])
-def test_handwritten_gradient_equals_autograd(loss: str) -> None:
-    learner = Learner(config(learner__loss=loss), SPEC, CPU)
-    assert learner._fused is not None
-    batch = Batches(8).sample(0)
+@pytest.mark.parametrize("hidden", [(16,), (32, 16), (24, 40, 16)])
+@pytest.mark.parametrize("inputs", [4, 50])  # few: the first layer is a kernel; many: a matrix product
+def test_handwritten_gradient_equals_autograd(loss: str, hidden: tuple[int, ...], inputs: int) -> None:
+    spec = Spec(obs_shape=(inputs,), obs_dtype="float32", num_actions=3)
+    learner = Learner(config("double", learner__loss=loss, network__hidden=hidden), spec, CPU)
+    learner.learn(Batches(8, spec), 3)  # online and target differ now
+    assert learner._fused is not None and learner._target_fused is not None
+    batch = Batches(8, spec).sample(9)
     target = learner.targets(batch, 0)
     fused, priority, value, q = learner.grads(batch, target, 0)
-    fused = fused.clone()
-    learner._fused = None
+    fused, priority, q = fused.clone(), priority.clone(), q.clone()
+    learner._fused = learner._target_fused = None
+    torch.testing.assert_close(target, learner.targets(batch, 0))
     plain, plain_priority, plain_value, plain_q = learner.grads(batch, target, 0)
-    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(priority, plain_priority)
-    torch.testing.assert_close(value, plain_value)
+    assert value == pytest.approx(float(plain_value), rel=1e-6)
     torch.testing.assert_close(q, plain_q)
     assert plain.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("where", ["obs", "reward", "weights"])
+def test_the_handwritten_gradient_does_not_hide_what_is_no_number(where: str) -> None:
+    learner = Learner(config(), SPEC, CPU)
+    batch = Batches(8).sample(0)
+    if where == "weights":
+        learner.flat.data[0] = float("nan")
+    else:
+        getattr(batch, where)[0] = float("nan")
+    loss = learner.grads(batch, learner.targets(batch, 0), 0)[2]
+    assert loss != loss
+
+
+def test_moments_of_dead_units_become_zero_not_denormal() -> None:
+    learner = Learner(config(), SPEC, CPU)
+    learner.learn(Batches(8), 2)
+    weights = learner.flat.data.clone()
+    for _ in range(1000):
+        learner.apply(torch.zeros_like(learner.grad))
+    m = learner.optimizer.m
+    assert m.abs().max() == 0 and learner.optimizer.v.max() > 0
+    assert not torch.equal(weights, learner.flat.data)  # the first of them still moved by their momentum
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "sgd"])
@@ -216,5 +244,5 @@ def test_losses_are_averaged_with_importance_weights() -> None:
     target = learner.targets(batch, 0)
     _, priority, loss, q = learner.grads(batch, target, 0)
     expected = losses.scalar_loss(q, batch.action, target, batch.weight, "huber")
-    torch.testing.assert_close(loss, expected.loss)
+    assert float(loss) == pytest.approx(expected.loss.item(), rel=1e-6)
     torch.testing.assert_close(priority, expected.priority)

@@ -11,30 +11,16 @@ must touch this file too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import numpy as np
-from numba import njit
 
+from qfleet.jit import kernel
 from qfleet.replay.priorities import FAN
 from qfleet.replay.storage import END, FIRST, TERMINATED
 from qfleet.rng import _GOLDEN, _MIX1, _MIX2
 from qfleet.types import Array
 
-F = TypeVar("F", bound=Callable[..., object])
-
 assert FAN == 8  # written out in `add` and `draw`
 GOLDEN, MIX1, MIX2 = np.uint64(_GOLDEN), np.uint64(_MIX1), np.uint64(_MIX2)
-
-
-def kernel(function: F) -> F:
-    """Compiled at its first call, without the interpreter lock, and cached on disk where a folder can be written."""
-    try:
-        compiled: F = njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache folder can be written
-        compiled = njit(nogil=True, error_model="numpy")(function)
-    return compiled
 
 
 @kernel
