@@ -54,15 +54,19 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
-def compare(script: str, name: str, what: str, steps: int, repeats: int) -> None:
-    """qfleet and Stable-Baselines3 in turn, each in a fresh process that prints {what: rate}; prints and records medians."""
-    runs: dict[str, list[float]] = {"sb3": [], "qfleet": []}
+def compare(script: str, name: str, what: str, steps: int, repeats: int, peers: Sequence[str] = ("sb3",)) -> None:
+    """The peers and qfleet in turn, each in a fresh process that prints {what: rate}; prints and records medians.
+
+    The ratio is that to the fastest peer.
+    """
+    runs: dict[str, list[float]] = {which: [] for which in (*peers, "qfleet")}
     for _ in range(repeats):
         for which, values in runs.items():
             values.append(child(script, "--one", which, "--steps", str(steps))[what])
             print(f"{which:8s} {values[-1]:8.1f} {what}", flush=True)
-    ratio = median(runs["qfleet"]) / median(runs["sb3"])
-    print(f"median   qfleet {median(runs['qfleet']):.1f}, sb3 {median(runs['sb3']):.1f} {what}: {ratio:.2f} times")
+    best = max(peers, key=lambda peer: median(runs[peer]))
+    ratio = median(runs["qfleet"]) / median(runs[best])
+    print(f"median   qfleet {median(runs['qfleet']):.1f}, {best} {median(runs[best]):.1f} {what}: {ratio:.2f} times")
     record(name, {**runs, "ratio_of_medians": round(ratio, 3)})
 
 
