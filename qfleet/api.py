@@ -60,6 +60,12 @@ class Run:
         """The rows of metrics.jsonl."""
         return metrics.read(self.dir)
 
+    @property
+    def last_evaluation(self) -> tuple[int, float] | None:
+        """(step, mean return) of the last evaluation during training."""
+        rows = [(int(r["step"]), r["eval/mean_reward"]) for r in self.metrics if "eval/mean_reward" in r]
+        return rows[-1] if rows else None
+
     def evaluate(self, episodes: int = 20, seed: int | None = None) -> Evaluation:
         return evaluate(self.dir, episodes, seed)
 
@@ -97,14 +103,19 @@ def train(
             raise ConfigError("--resume takes the environment, recipe and config from the run itself: leave them out.")
         folder, settings = Path(resume), resumed_config(Path(resume), given)
         started = (folder / "checkpoints").exists() and any((folder / "checkpoints").glob("step_*"))
+        note = "" if started else "this run has no checkpoint yet: it begins anew"
     else:
         settings = compose(env, recipe, config, given)
         folder = new_run_dir(settings)
         settings = replace(settings, run_dir=str(folder))
-        started = False
+        started, note = False, ""
     title = f"{settings.env.id} · {settings.recipe} · seed {settings.seed} · {folder}"
     with Progress(settings.total_steps, title, silent=not progress) as shown:
-        trainer = Trainer(settings, folder, shown, resume=started)  # killed before its first checkpoint: from the start
+        if note:
+            shown.message(note)
+        trainer = Trainer(settings, folder, shown, resume=started)
+        if trainer.collector.steps >= settings.total_steps:
+            shown.message(f"this run is complete at step {trainer.collector.steps:,}: give more --total-steps to go on")
         trainer.run()
     policy, _ = load_policy(folder)
     result = None if trainer.signal is not None else evaluate(folder, settings.runtime.eval_episodes)
@@ -125,10 +136,15 @@ def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Ev
         raise ValueError(f"episodes is {episodes}, but it must be at least 1.")
     policy, step = load_policy(run)
     chosen = policy.config.seed + 1_000_003 if seed is None else seed  # not the episodes the best was chosen on
-    with evaluation.make_envs(
-        policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
-    ) as envs:
-        result = evaluation.play(policy, envs, episodes, chosen, step)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a few rows at a time: more threads only wait for each other
+    try:
+        with evaluation.make_envs(
+            policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
+        ) as envs:
+            result = evaluation.play(policy, envs, episodes, chosen, step)
+    finally:
+        torch.set_num_threads(threads)
     assert result is not None
     return result
 

@@ -13,6 +13,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import sys
 import types
@@ -25,7 +26,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 import qfleet
-from qfleet.config import ConfigError, convert, paths, suggest
+from qfleet.config import ConfigError, convert, paths, setting, suggest
 
 if typing.TYPE_CHECKING:
     from qfleet.runtime.evaluation import Evaluation
@@ -123,7 +124,8 @@ def tidy(argv: Iterable[str], parser: Parser) -> list[str]:
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
         if flag not in known:
-            meant = next((k for k in known if k.endswith(f".{flag[2:]}")), flag)  # --lr: --learner.lr
+            names = {path for path, _, _ in paths()}
+            meant = flag_of(setting(name[2:].replace("-", "_"), names))  # --lr, --learning-rate: --learner.lr
             raise ConfigError(f"{name}: unknown.{suggest(meant, known, count=1)} See `{parser.prog} --help`.")
         if (
             not equals and words and re.fullmatch(r"-\.?\d.*", words[0])
@@ -225,7 +227,7 @@ def eval_parser() -> Parser:
 def plot_parser() -> Parser:
     parser = Parser(
         "plot",
-        "Learning curves. Runs of one recipe with several seeds become one band (IQM, 95% interval).",
+        "Learning curves. Runs that differ in their seed alone become one band (IQM, 95% interval).",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument(
@@ -264,16 +266,27 @@ def train(**args: Any) -> int:
         run = qfleet.train(**args)
     except TrainingError as e:
         return fail(e, 1)
-    folder = shlex.quote(str(run.dir))
+    folder, qf = shlex.quote(str(run.dir)), program()
     result = sentence(run.evaluation) if run.evaluation is not None else "A checkpoint was saved."
     print(f"\n{'Interrupted' if run.interrupted else 'Trained'} after {run.seconds:.1f} s. {result}")
+    last = run.last_evaluation
+    if run.evaluation is not None and last is not None and last[0] != run.evaluation.step:
+        print(f"These are the weights of the best evaluation; the last one, at step {last[0]:,}, had {last[1]:,.1f}.")
     print(f"Run directory: {run.dir}\n\nNext:")
     if run.interrupted:
-        print(f"  qfleet train --resume {folder}")
-    print(f"  qfleet eval {folder}")
-    print(f"  qfleet plot {folder} -o curve.png")
-    print(f"  qfleet video {folder} -o episode.mp4")
+        print(f"  {qf} train --resume {folder}")
+    print(f"  {qf} eval {folder}")
+    print(f"  {qf} plot {folder} -o curve.png")
+    print(f"  {qf} video {folder} -o episode.mp4")
     return 0 if run.signal is None else 128 + run.signal
+
+
+def program() -> str:
+    """How this program can be called from here: `qfleet` where the shell finds it, else the path it was called by."""
+    called = Path(sys.argv[0])
+    if shutil.which("qfleet") or called.name != "qfleet":
+        return "qfleet"
+    return shlex.quote(os.path.relpath(called))
 
 
 def evaluate(run: str, episodes: int, seed: int | None, json: bool) -> int:
@@ -295,7 +308,8 @@ def sentence(e: Evaluation) -> str:
 def plot(runs: list[str], out: str, metric: str) -> int:
     from qfleet.plot import plot as draw
 
-    draw([Path(run) for run in runs], Path(out), metric)
+    for line in draw([Path(run) for run in runs], Path(out), metric):
+        print(line)
     print(f"wrote {out}")
     return 0
 

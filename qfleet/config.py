@@ -31,6 +31,36 @@ def opt(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+# What other libraries call our settings.
+ELSEWHERE = {
+    "learning_rate": "learner.lr",
+    "lr_rate": "learner.lr",
+    "buffer_size": "replay.capacity",
+    "memory_size": "replay.capacity",
+    "learning_starts": "replay.min_steps",
+    "train_freq": "replay.samples_per_step",
+    "gradient_steps": "replay.samples_per_step",
+    "target_update_interval": "learner.target_interval",
+    "target_network_frequency": "learner.target_interval",
+    "max_grad_norm": "learner.grad_clip",
+    "net_arch": "network.hidden",
+    "n_envs": "env.num_envs",
+    "total_timesteps": "total_steps",
+    "n_timesteps": "total_steps",
+    "timesteps": "total_steps",
+    "exploration_fraction": "acting.epsilon_steps",
+    "exploration_final_eps": "acting.epsilon_end",
+    "exploration_initial_eps": "acting.epsilon_start",
+    "epsilon": "acting.epsilon_end",
+}
+
+
+def setting(name: str, known: typing.Iterable[str]) -> str:
+    """The full name of a setting that was given by its last part (lr) or by what others call it (learning_rate)."""
+    leaf = name.rpartition(".")[2]
+    return ELSEWHERE.get(leaf) or next((k for k in known if k.rpartition(".")[2] == leaf), name)
+
+
 def suggest(name: str, allowed: typing.Iterable[str], count: int = 3) -> str:
     """' Did you mean ...?' for a mistyped name, or a list of what there is."""
     options = sorted(allowed)
@@ -170,12 +200,17 @@ class ActingConfig:
         0.0,
         "per-environment epsilon: environment i of N uses epsilon ** (1 + ladder * i / (N - 1)); 0 = all alike, Ape-X uses 7",
     )
+    hold: int = opt(
+        1,
+        "most steps an exploring action is held: k steps with probability 1 / (k (k + 1)), so that exploration gets far; 1 = plain epsilon-greedy",
+    )
 
     def __post_init__(self) -> None:
         _check(0 <= self.epsilon_start <= 1, "acting.epsilon_start", self.epsilon_start, "between 0 and 1")
         _check(0 <= self.epsilon_end <= 1, "acting.epsilon_end", self.epsilon_end, "between 0 and 1")
         _check(self.epsilon_steps >= 0, "acting.epsilon_steps", self.epsilon_steps, "0 or positive")
         _check(self.ladder >= 0, "acting.ladder", self.ladder, "0 (off) or positive")
+        _check(self.hold >= 1, "acting.hold", self.hold, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,10 +273,11 @@ class Config:
                 f"replay.capacity {self.replay.capacity} gives each of {self.env.num_envs} environments {rows} rows, but a round, an n-step "
                 f"window and a frame stack need {need}: raise it to at least {need * self.env.num_envs}, or lower env.num_envs."
             )
-        if self.first_update >= self.total_steps:
+        first = self.first_update + math.ceil(self.learner.batch_size / self.replay.samples_per_step)
+        if first > self.total_steps:
             raise ConfigError(
-                f"the first update comes after {self.first_update:,} steps (replay.min_steps, or one window of every environment), not below total_steps ({self.total_steps}): no update would ever be made. "
-                f"Raise --total-steps or lower --replay.min-steps."
+                f"the first update comes after {first:,} steps ({self.first_update:,} before learning starts, then batch_size / samples_per_step), but total_steps is {self.total_steps:,}: no update would ever be made. "
+                f"Raise --total-steps, or lower --replay.min-steps or --learner.batch-size."
             )
 
     @property
@@ -311,7 +347,7 @@ def override(config: Config, values: Mapping[str, Any]) -> Config:
                 f"{name!r} is a section, not a setting: give one of its fields, such as {next(k for k in known if k.startswith(name + '.'))}."
             )
         if name not in known:
-            raise ConfigError(f"unknown setting {path!r}.{suggest(name, known)}")
+            raise ConfigError(f"unknown setting {path!r}.{suggest(setting(name, known), known)}")
         section, _, leaf = name.rpartition(".")
         sections.setdefault(section, {})[leaf] = convert(name, value, known[name])
     changed = {s: dataclasses.replace(getattr(config, s), **v) for s, v in sections.items() if s}
@@ -337,7 +373,7 @@ def convert(path: str, value: Any, hint: Any) -> Any:
                 return None
             return convert(path, value, next(a for a in args if a is not type(None)))
         if origin is tuple:
-            items = value.replace(",", " ").split() if isinstance(value, str) else value
+            items = value.strip("[]()").replace(",", " ").split() if isinstance(value, str) else value
             return tuple(convert(path, i, args[0]) for i in ([items] if isinstance(items, int) else items))
         if origin is dict:
             return dict(value)

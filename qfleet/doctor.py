@@ -24,9 +24,6 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "minatar": (("minatar",), "MinAtar games"),
     "keras": (("keras",), "Keras models as networks"),
     "tensorboard": (("tensorboard",), "looking at the event files of a run"),
-    "ray": (("ray",), "training on a cluster"),
-    "serve": (("fastapi", "uvicorn"), "a policy as a service"),
-    "data": (("pyarrow", "fsspec"), "datasets of experience"),
 }
 
 
@@ -65,7 +62,7 @@ def _torch() -> Iterator[Line]:
     yield (
         "torch",
         str(torch.__version__),
-        f"{build}, {torch.get_num_threads()} threads unless learner.threads says otherwise",
+        build,
     )
 
 

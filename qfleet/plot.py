@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import yaml
 
-from qfleet.config import suggest
+from qfleet.config import RESOLVED, flatten, suggest
 from qfleet.runtime import metrics
 
 if TYPE_CHECKING:
@@ -35,6 +35,16 @@ LABELS = {
 }
 # Okabe and Ito's palette without its yellow: told apart on white paper, and by people who see fewer colours.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Settings in which runs may differ and still be seeds of one band.
+NOT_A_DIFFERENCE = (
+    "seed",
+    "run_dir",
+    "device",
+    "env.vectorize",
+    "runtime.",
+    "learner.threads",
+    "learner.compile",
+)
 GRID_POINTS = 500  # at most; below, every logged step is a point and seeds logged at the same steps stay as they are
 
 
@@ -61,6 +71,7 @@ class Curve:
     env: str
     recipe: str
     seed: int
+    settings: dict[str, object]  # the whole config, dotted names
     steps: Array  # [N] increasing
     values: Array  # [N] finite
     background: tuple[Array, Array]  # steps and values of the training return; may be empty
@@ -76,12 +87,13 @@ def load(run: Path, metric: str) -> Curve:
     steps, values = _column(rows, metric)
     if not len(steps):
         present = sorted({name for row in rows for name in row} - {"step", "time"})
-        listed = f" It has: {', '.join(present)}.{suggest(metric, present)}" if present else " Nothing was logged yet."
+        listed = suggest(metric, present).replace("Allowed:", "It has:") if present else " Nothing was logged yet."
         raise ValueError(f"{folder} has no values of {metric!r}.{listed}")
     return Curve(
         env=config["env"]["id"],
         recipe=config["recipe"],
         seed=config["seed"],
+        settings=flatten(config),
         steps=steps,
         values=values,
         background=_column(rows, TRAINING_RETURN),
@@ -109,39 +121,75 @@ def band(curves: Sequence[Curve]) -> tuple[Array, Array, Array, Array]:
     return grid, iqm(values), *bootstrap(values, iqm)
 
 
-def plot(runs: Sequence[Path], out: Path, metric: str = "eval/mean_reward") -> None:
-    """Draw the runs, grouped by environment (a panel each) and recipe (a colour each), into `out` (png, svg or pdf)."""
-    curves = [load(Path(run), metric) for run in runs]
+def labels(curves: Sequence[Curve]) -> list[str]:
+    """Recipe of every curve, with the settings in which runs of that recipe and environment differ (but for the seed)."""
+    out = []
+    for curve in curves:
+        same = [c.settings for c in curves if (c.env, c.recipe) == (curve.env, curve.recipe)]
+        names = {name for s in same for name in s if not name.startswith((RESOLVED, *NOT_A_DIFFERENCE))}
+        differ = sorted(n for n in names if any(s.get(n) != same[0].get(n) for s in same))
+        shown = ", ".join(f"{n.rpartition('.')[2]} {_short(curve.settings.get(n))}" for n in differ)
+        out.append(f"{curve.recipe}, {shown}" if shown else curve.recipe)
+    return out
+
+
+def _short(value: object) -> str:
+    return (
+        "×".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def plot(runs: Sequence[Path], out: Path, metric: str = "eval/mean_reward") -> list[str]:
+    """Draw the runs into `out` (png, svg or pdf): a panel per environment, a colour per recipe and settings.
+
+    -> what was left out: of several folders, those that are no runs or have no such values yet, a line each.
+    """
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"cannot draw {out.name!r}: the name must end in .png, .svg or .pdf.")
+    curves, left_out = [], []
+    for run in runs:
+        try:
+            curves.append(load(Path(run), metric))
+        except ValueError as e:
+            if len(runs) == 1:
+                raise
+            left_out.append(e)
+    if not curves:
+        raise left_out[0]
     # Figure without pyplot: no global state, no window system (it draws with Agg), and half the import time.
     from matplotlib.figure import Figure
 
     envs = list(dict.fromkeys(c.env for c in curves))
-    recipes = list(dict.fromkeys(c.recipe for c in curves))
+    label = labels(curves)
+    kinds = list(dict.fromkeys(label))
     figure = Figure(figsize=(9 if len(envs) == 1 else 6.5 * len(envs), 5), layout="constrained")
     for axes, env in zip(figure.subplots(1, len(envs), squeeze=False)[0], envs, strict=True):
-        for index, recipe in enumerate(recipes):
-            group = [c for c in curves if c.env == env and c.recipe == recipe]
+        for index, kind in enumerate(kinds):
+            group = [c for c, named in zip(curves, label, strict=True) if c.env == env and named == kind]
             if group:
-                _draw(axes, group, COLORS[index % len(COLORS)], metric)
+                _draw(axes, group, kind, COLORS[index % len(COLORS)], metric)
         _dress(axes, env, LABELS.get(metric, metric))
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=200)
+    return [f"left out: {e}" for e in left_out]
 
 
-def _draw(axes: Axes, group: Sequence[Curve], color: str, metric: str) -> None:
+def _draw(axes: Axes, group: Sequence[Curve], kind: str, color: str, metric: str) -> None:
     curve = group[0]
     if len(group) > 1:
         steps, values, low, high = band(group)
         axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-        label = f"{curve.recipe} (IQM of {len(group)} runs, 95% interval)"
+        label = f"{kind} (IQM of {len(group)} runs, 95% interval)"
     else:
-        steps, values, label = curve.steps, curve.values, f"{curve.recipe} (seed {curve.seed})"
+        steps, values, label = curve.steps, curve.values, f"{kind} (seed {curve.seed})"
     marker = "o" if len(steps) <= 30 else ""
     axes.plot(steps, values, color=color, linewidth=2.2, marker=marker, markersize=4.5, label=label)
     if len(group) == 1 and metric == "eval/mean_reward":
-        axes.plot(*curve.background, color=color, linewidth=1, alpha=0.35, zorder=1, label=f"{curve.recipe}, training")
+        axes.plot(*curve.background, color=color, linewidth=1, alpha=0.35, zorder=1, label=f"{kind}, training")
 
 
 def _dress(axes: Axes, env: str, label: str) -> None:

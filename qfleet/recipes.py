@@ -28,10 +28,12 @@ FAMILIES: dict[str, Settings] = {
         "replay.min_steps": 500,
         "replay.samples_per_step": 64.0,
         "learner.batch_size": 256,
-        "learner.lr": 4e-3,
+        "learner.lr": 3e-3,
+        "learner.adam_eps": 1e-4,
         "learner.lr_schedule": "linear",
         "learner.n_step": 3,
-        "learner.target_interval": 30,
+        "learner.tau": 0.2,
+        "learner.target_interval": 8,
         "acting.epsilon_steps": 5_000,
         "acting.epsilon_end": 0.1,
         "runtime.steps_per_round": 64,
@@ -184,27 +186,28 @@ DEFAULT = "munchausen"  # costs little more than dqn and held its best policy wh
 
 # --- what a recipe needs in a family ---------------------------------------------------------------------------------
 
-_POLYAK: Settings = {"learner.tau": 0.05, "learner.target_interval": 1}
+_FAST_TARGET: Settings = {"learner.tau": 0.05, "learner.target_interval": 1, "learner.adam_eps": 1e-8}
 
 TUNED: dict[tuple[str, str], Settings] = {
-    ("dqn", "cartpole"): {"learner.lr": 2e-3, **_POLYAK},
-    ("double", "cartpole"): {"learner.lr": 2e-3, **_POLYAK},
-    ("dueling", "cartpole"): {"learner.lr": 2e-3, **_POLYAK},
-    ("per", "cartpole"): {"learner.lr": 2e-3, **_POLYAK},
-    ("c51", "cartpole"): {"learner.lr": 2e-3},
-    ("qr", "cartpole"): {"learner.lr": 2e-3, "learner.n_step": 1, "network.atoms": 16, **_POLYAK},
+    ("dqn", "cartpole"): {"learner.lr": 2e-3},
+    ("per", "cartpole"): {"replay.beta": 1.0},
+    ("c51", "cartpole"): {"learner.lr": 2e-3, "learner.tau": 1.0, "learner.target_interval": 30},
+    ("qr", "cartpole"): {"learner.lr": 2e-3, "learner.n_step": 1, "network.atoms": 16, **_FAST_TARGET},
     ("iqn", "cartpole"): {
         "learner.lr": 2e-3,
         "learner.n_step": 1,
         "learner.batch_size": 128,
         "replay.samples_per_step": 32.0,
         "network.atoms": 8,
-        **_POLYAK,
+        **_FAST_TARGET,
     },
     # Noise alone leaves some seeds stuck, and so does a shorter return (benchmarks/results/tuning.jsonl).
     ("rainbow", "cartpole"): {
+        "learner.lr": 4e-3,
         "learner.n_step": 10,
         "learner.batch_size": 128,
+        "learner.tau": 1.0,
+        "learner.target_interval": 30,
         "replay.samples_per_step": 32.0,
         "replay.beta": 1.0,
         "acting.epsilon_start": 1.0,

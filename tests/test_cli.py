@@ -11,7 +11,7 @@ import pytest
 
 import qfleet
 from qfleet import cli
-from qfleet.cli import Command, main, parse
+from qfleet.cli import Command, main, parse, program
 from qfleet.config import Config, ConfigError, override, paths
 
 RESULT = SimpleNamespace(
@@ -236,18 +236,34 @@ def test_train_ends_with_the_result_and_the_next_commands(number, code, monkeypa
         assert args == {"env": "CartPole-v1", "overrides": {"learner.double": True}}
         run_dir = Path("runs/my run")
         return SimpleNamespace(
-            dir=run_dir, evaluation=RESULT, interrupted=number is not None, signal=number, seconds=12.34
+            dir=run_dir,
+            evaluation=RESULT,
+            interrupted=number is not None,
+            signal=number,
+            seconds=12.34,
+            last_evaluation=(60_000, 83.2),
         )
 
     monkeypatch.setattr(qfleet, "train", train, raising=False)
     assert main(["train", "CartPole-v1", "--learner.double"]) == code
     out = capsys.readouterr().out
     assert "after 12.3 s. CartPole-v1 at step 50,000: return 499.5" in out
+    assert "the last one, at step 60,000, had 83.2" in out
     assert "Run directory: runs/my run\n" in out and "  qfleet eval 'runs/my run'\n" in out
     assert (
         "  qfleet plot 'runs/my run' -o curve.png\n" in out and "  qfleet video 'runs/my run' -o episode.mp4\n" in out
     )
     assert ("qfleet train --resume 'runs/my run'" in out) == (number is not None)
+
+
+def test_the_next_commands_name_the_program_as_it_can_be_called(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/qfleet"), "train"])
+    assert program() == ".venv/bin/qfleet"
+    (tmp_path / "qfleet").write_text("#!/bin/sh\n")
+    (tmp_path / "qfleet").chmod(0o755)
+    assert program() == "qfleet"
 
 
 def raising(error):

@@ -30,12 +30,23 @@ def test_override_converts_text_to_the_type_of_the_field() -> None:
     assert c.runtime.stop_at == 475.0
     assert c.learner.compile == "on"
     assert override(c, {"runtime.stop_at": "none"}).runtime.stop_at is None
+    assert override(c, {"network.hidden": "[64, 32]"}).network.hidden == (64, 32)
+
+
+def test_names_from_elsewhere_lead_to_settings_there_are() -> None:
+    known = {path for path, _, _ in configs.paths()}
+    assert set(configs.ELSEWHERE.values()) <= known and not known & set(configs.ELSEWHERE)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"replay.capcity": 5}, r"unknown setting 'replay.capcity'. Did you mean replay.capacity"),
+        ({"lr": 1}, r"unknown setting 'lr'. Did you mean learner.lr"),
+        ({"learning_rate": 1}, r"unknown setting 'learning_rate'. Did you mean learner.lr"),
+        ({"replay.buffer_size": 1}, r"Did you mean replay.capacity"),
+        ({"learner.batch_size": 10**6}, r"no update would ever be made"),
+        ({"acting.hold": 0}, r"acting.hold is 0, but it must be at least 1"),
         ({"learner.lr": "fast"}, r"learner.lr is 'fast', but it must be a number"),
         ({"learner.lr": -1}, r"learner.lr is -1.0, but it must be positive"),
         ({"total_steps": "1.5"}, r"total_steps is '1.5', but it must be a whole number"),

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import yaml
 
-from qfleet.plot import Curve, band, bootstrap, iqm, load, plot
+from qfleet.plot import Curve, band, bootstrap, iqm, labels, load, plot
 
 
-def make_run(path: Path, recipe: str = "dqn", seed: int = 1, env: str = "CartPole-v1", scale: float = 1.0) -> Path:
+def make_run(
+    path: Path, recipe: str = "dqn", seed: int = 1, env: str = "CartPole-v1", scale: float = 1.0, lr: float = 0.001
+) -> Path:
     path.mkdir()
-    config = {"env": {"id": env}, "recipe": recipe, "seed": seed}
+    config = {"env": {"id": env}, "recipe": recipe, "seed": seed, "learner": {"lr": lr}}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [{"step": s, "time": 0.1 * s, "rollout/ep_rew_mean": 0.5 * scale * s} for s in range(100, 600, 100)]
     for row in rows[1::2]:
@@ -22,7 +24,9 @@ def make_run(path: Path, recipe: str = "dqn", seed: int = 1, env: str = "CartPol
 
 def curve(steps: list[float], values: list[float]) -> Curve:
     empty = np.empty(0), np.empty(0)
-    return Curve(env="e", recipe="r", seed=0, steps=np.array(steps), values=np.array(values), background=empty)
+    return Curve(
+        env="e", recipe="r", seed=0, settings={}, steps=np.array(steps), values=np.array(values), background=empty
+    )
 
 
 def test_iqm_drops_a_quarter_at_each_end():
@@ -87,9 +91,11 @@ def test_a_missing_metric_lists_those_present_and_suggests(tmp_path):
     run = make_run(tmp_path / "a")
     with pytest.raises(
         ValueError,
-        match=r"no values of 'eval/mean_rewrad'\. It has: eval/mean_reward, rollout/ep_rew_mean\. Did you mean eval/mean_reward",
+        match=r"no values of 'eval/mean_rewrad'\. Did you mean eval/mean_reward",
     ):
         load(run, "eval/mean_rewrad")
+    with pytest.raises(ValueError, match=r"'x'\. It has: eval/mean_reward, rollout/ep_rew_mean\.$"):
+        load(run, "x")
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="Nothing was logged yet"):
         load(run, "eval/mean_reward")
@@ -119,6 +125,24 @@ def test_the_picture_names_what_it_shows(tmp_path):
         assert f"<!-- {text} -->" in svg
     for label in ("dqn (IQM of 3 runs, 95% interval)", "rainbow (seed 9)", "rainbow, training", "dqn (seed 4)"):
         assert f"<!-- {label} -->" in svg
+
+
+def test_runs_with_other_settings_are_not_taken_for_seeds(tmp_path):
+    runs = [make_run(tmp_path / f"a{s}", seed=s) for s in range(2)]
+    runs += [make_run(tmp_path / f"b{s}", seed=s, lr=0.01, scale=3.0) for s in range(2)]
+    assert labels([load(run, "eval/mean_reward") for run in runs]) == 2 * ["dqn, lr 0.001"] + 2 * ["dqn, lr 0.01"]
+    assert labels([load(run, "eval/mean_reward") for run in runs[:2]]) == ["dqn", "dqn"]
+    plot(runs, tmp_path / "curve.svg")
+    svg = (tmp_path / "curve.svg").read_text()
+    assert "<!-- dqn, lr 0.01 (IQM of 2 runs, 95% interval) -->" in svg
+
+
+def test_of_several_folders_those_that_are_no_runs_are_left_out(tmp_path):
+    (tmp_path / "empty").mkdir()
+    lines = plot([make_run(tmp_path / "a"), tmp_path / "empty"], tmp_path / "curve.svg")
+    assert len(lines) == 1 and "empty is no run directory" in lines[0]
+    with pytest.raises(ValueError, match="is no run directory"):
+        plot([tmp_path / "empty", tmp_path / "empty"], tmp_path / "curve.svg")
 
 
 def test_a_png_is_twice_900_by_500(tmp_path):

@@ -109,6 +109,7 @@ class Collector:
         self._terminated, self._truncated, self._first = (np.zeros((rows, n), np.bool_) for _ in range(3))
         self._now: Array = np.zeros((n, *spec.obs_shape), spec.obs_dtype)  # the incomplete row
         self._now_first: Array = np.ones(n, np.bool_)
+        self._held, self._hold_left = np.zeros(n, np.int64), np.zeros(n, np.int64)  # exploring actions, steps to go
 
     def start(self, seed: int | None = None) -> None:
         self._now = self.envs.reset(seed).copy()
@@ -141,14 +142,30 @@ class Collector:
         return Step(*map(torch.from_numpy, staged))
 
     def _act(self, inputs: Array, eps: Array, noise: torch.Tensor | None) -> Array:
-        n, actions = self.envs.num_envs, self.envs.spec.num_actions
-        if eps.min() >= 1.0:
-            return (rng.uniform(self._explore_key, self.ticks, 2 * n)[n:] * actions).astype(np.int64)
+        explore, action = self._explore(eps)
+        if explore.all():
+            return action
         greedy: Array = self.policy.q(inputs, noise).argmax(1).cpu().numpy()
-        if eps.max() <= 0.0:
-            return greedy
-        u = rng.uniform(self._explore_key, self.ticks, 2 * n)
-        return np.where(u[:n] < eps, (u[n:] * actions).astype(np.int64), greedy)
+        return np.where(explore, action, greedy)
+
+    def _explore(self, eps: Array) -> tuple[Array, Array]:
+        """-> which environments explore [E], and their actions [E].
+
+        With `acting.hold` > 1 an environment that begins to explore holds its action for min(hold, floor(1 / u)) steps, but
+        not beyond the episode (Dabney, Ostrovski, Barreto, *Temporally-extended epsilon-greedy exploration*, 2020).
+        """
+        n, hold = self.envs.num_envs, self.config.acting.hold
+        u = rng.uniform(self._explore_key, self.ticks, 3 * n if hold > 1 else 2 * n)
+        explore, action = u[:n] < eps, (u[n : 2 * n] * self.envs.spec.num_actions).astype(np.int64)
+        if hold == 1:
+            return explore, action
+        self._hold_left[self._now_first] = 0
+        begin = explore & (self._hold_left == 0)
+        self._held[begin] = action[begin]
+        self._hold_left[begin] = np.minimum(1.0 / (1.0 - u[2 * n :][begin]), hold)
+        explore = self._hold_left > 0
+        self._hold_left[explore] -= 1
+        return explore, self._held.copy()
 
     def _round_noise(self, n: int) -> torch.Tensor | None:
         """Noisy layers: one sample per environment and round."""
@@ -170,6 +187,8 @@ class Collector:
             "now": self._now,
             "now_first": self._now_first,
             "stack": self._stack.frames,
+            "held": self._held,
+            "hold_left": self._hold_left,
         }
 
     def load_state(self, state: State) -> None:
@@ -183,3 +202,4 @@ class Collector:
         self._now[...] = state["now"]
         self._now_first = np.asarray(state["now_first"])
         self._stack.frames[...] = state["stack"]
+        self._held[:], self._hold_left[:] = state["held"], state["hold_left"]

@@ -68,7 +68,8 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
         )
         if on
     ]
-    algorithm = ", ".join([n.dist, *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
+    dist = f"c51 for returns from {n.v_min:g} to {n.v_max:g}" if n.dist == "c51" else n.dist
+    algorithm = ", ".join([dist, *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
     size = Replay.memory(config, made.spec)
     lines = [
         f"  environments  {made.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -53,10 +54,13 @@ class Trainer:
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
         self._open.callback(torch.set_num_threads, torch.get_num_threads())
         self._open.callback(self.envs.close)
+        made = not run_dir.exists()
         try:
             self._make(config, device, resume)
         except BaseException:
             self._open.close()
+            if made:  # a run that never began leaves nothing behind
+                shutil.rmtree(run_dir, ignore_errors=True)
             raise
 
     def _make(self, config: Config, device: torch.device, resume: bool) -> None:

@@ -257,6 +257,24 @@ def test_old_checkpoints_and_rows_are_pruned(tmp_path: Path) -> None:
     assert (folder / "last").resolve() == checkpoint.newest(folder).resolve()
 
 
+def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no images"):
+        train(tmp_path / "run", network__kind="nature")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="no images"):
+        train(tmp_path / "mine", network__kind="nature")
+    assert (tmp_path / "mine").exists()
+
+
+def test_resuming_a_complete_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run", steps=500)
+    before = numbers(tmp_path / "run")
+    qfleet.train(resume=tmp_path / "run")
+    assert "this run is complete at step 5" in capsys.readouterr().out
+    assert numbers(tmp_path / "run") == before
+
+
 def test_api_run(tmp_path: Path) -> None:
     run = train(tmp_path / "run", steps=600)
     assert run.dir == tmp_path / "run" and run.stop_reason == "total_steps" and not run.interrupted
