@@ -53,20 +53,22 @@ FAMILIES: dict[str, Settings] = {
         "acting.epsilon_end": 0.1,
         "runtime.steps_per_round": 64,
     },
-    # The goal is found by optimism (what was tried looks worse than what was not), not by chance: act greedily early.
+    # Single random actions never reach the goal: hold them, and act greedily early (what was tried looks worse than what
+    # was not).
     "mountaincar": {
         "total_steps": 120_000,
         "env.num_envs": 16,
         "network.v_min": -100.0,
         "network.v_max": 0.0,
         "replay.capacity": 30_000,
-        "replay.samples_per_step": 64.0,
+        "replay.samples_per_step": 32.0,
         "learner.batch_size": 128,
         "learner.lr": 2e-3,
         "learner.n_step": 5,
         "learner.target_interval": 300,
         "acting.epsilon_steps": 8_000,
         "acting.epsilon_end": 0.05,
+        "acting.hold": 50,
         "runtime.steps_per_round": 64,
     },
     "lunarlander": {
@@ -190,6 +192,7 @@ _FAST_TARGET: Settings = {"learner.tau": 0.05, "learner.target_interval": 1, "le
 
 TUNED: dict[tuple[str, str], Settings] = {
     ("dqn", "cartpole"): {"learner.lr": 2e-3},
+    ("double", "cartpole"): {"learner.lr": 2e-3},
     ("per", "cartpole"): {"replay.beta": 1.0},
     ("c51", "cartpole"): {"learner.lr": 2e-3, "learner.tau": 1.0, "learner.target_interval": 30},
     ("qr", "cartpole"): {"learner.lr": 2e-3, "learner.n_step": 1, "network.atoms": 16, **_FAST_TARGET},
