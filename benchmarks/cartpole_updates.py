@@ -28,6 +28,7 @@ def ours(steps: int) -> dict[str, float]:
         "learner.lr": 2.3e-3,
         "learner.lr_schedule": "constant",
         "learner.tau": 1.0,
+        "learner.adam_eps": 1e-8,
         "learner.batch_size": 64,
         "learner.n_step": 1,
         "learner.target_interval": 128,

@@ -24,6 +24,7 @@ def config(recipe: str = "dqn", **values: object) -> Config:
         "learner.batch_size": 8,
         "learner.target_interval": 5,
         "learner.tau": 1.0,
+        "learner.adam_eps": 1e-8,
     }
     return override(recipes.make(recipe, "CartPole-v1"), small | {k.replace("__", "."): v for k, v in values.items()})
 

@@ -55,6 +55,7 @@ def test_serial_losses_equal_the_oracle(oracle: ModuleType, tmp_path: Path, n_st
             "learner.lr": s.lr,
             "learner.lr_schedule": "constant",
             "learner.tau": 1.0,
+            "learner.adam_eps": 1e-8,
             "learner.gamma": s.gamma,
             "learner.n_step": s.n_step,
             "learner.grad_clip": s.grad_clip,
