@@ -184,7 +184,7 @@ RECIPES: dict[str, tuple[str, Settings]] = {
 }
 
 NAMES: tuple[str, ...] = tuple(RECIPES)
-DEFAULT = "munchausen"  # costs little more than dqn and held its best policy where dqn lost it (benchmarks/results)
+DEFAULT = "munchausen"  # costs little more than dqn and tolerates a higher learning rate (docs/recipes.md)
 
 # --- what a recipe needs in a family ---------------------------------------------------------------------------------
 

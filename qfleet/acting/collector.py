@@ -152,7 +152,7 @@ class Collector:
         """-> which environments explore [E], and their actions [E].
 
         With `acting.hold` > 1 an environment that begins to explore holds its action for min(hold, floor(1 / u)) steps, but
-        not beyond the episode (Dabney, Ostrovski, Barreto, *Temporally-extended epsilon-greedy exploration*, 2020).
+        not beyond the episode (Dabney, Ostrovski, Barreto, *Temporally-extended epsilon-greedy exploration*, 2021).
         """
         n, hold = self.envs.num_envs, self.config.acting.hold
         u = rng.uniform(self._explore_key, self.ticks, 3 * n if hold > 1 else 2 * n)
