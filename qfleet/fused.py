@@ -17,9 +17,8 @@ from qfleet.types import Array, Batch
 
 SMALL_INPUT = 32  # up to this many inputs the first layer is faster as a kernel than as a matrix product
 MANY_ACTIONS = 64  # beyond, the last layer would be better off as a matrix product
-TINY = np.float32(
-    1e-35
-)  # the moments of units that died fall to denormals, with which arithmetic is slow: cut off before
+# The moments of units that died decay into denormal numbers, with which arithmetic is slow: they are cut off here.
+TINY = np.float32(1e-35)
 ZERO, HALF, ONE, TWO = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0))
 
 
