@@ -204,6 +204,12 @@ TUNED: dict[tuple[str, str], Settings] = {
         "network.atoms": 8,
         **_FAST_TARGET,
     },
+    ("munchausen", "cartpole"): {
+        "learner.lr": 4e-3,
+        "learner.adam_eps": 3e-4,
+        "learner.batch_size": 128,
+        "replay.samples_per_step": 32.0,
+    },
     # Noise alone leaves some seeds stuck, and so does a shorter return (benchmarks/results/tuning.jsonl).
     ("rainbow", "cartpole"): {
         "learner.lr": 4e-3,
