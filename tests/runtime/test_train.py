@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.config import ConfigError
+from qfleet import envs, recipes
+from qfleet.config import ConfigError, override
 from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
-from qfleet.runtime.setup import lock
+from qfleet.runtime.setup import lock, resolve
 from qfleet.runtime.train import TrainingError, crossed, lr_factor
 
 SMALL = {
@@ -287,6 +288,19 @@ def test_api_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"observations have shape \(7, 5\)"):
         policy.act(torch.randn(7, 5).numpy())
     assert run.metrics[0]["step"] > 0 and "rollout/exploration_rate" in run.metrics[0]
+
+
+@pytest.mark.parametrize(
+    ("lag", "threads", "cores", "expected"),
+    [(0, 1, 8, "serial"), (1, 1, 1, "serial"), (1, 1, 2, "pipelined"), (1, 2, 2, "serial"), (1, 2, 4, "pipelined")],
+)
+def test_auto_overlaps_where_a_core_is_left_for_the_environments(
+    lag: int, threads: int, cores: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    config = override(recipes.make("dqn", "CartPole-v1"), {"runtime.lag": lag, "learner.threads": threads})
+    with envs.make(config.env, seed=1, threads=1) as made:
+        assert resolve(config, made, torch.device("cpu")).runtime.schedule == expected
 
 
 def test_small_helpers() -> None:
