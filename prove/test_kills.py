@@ -50,7 +50,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("env", "recipe"), [("CartPole-v1", "dqn"), ("CartPole-v1", "rainbow")])
 def test_twenty_kills_change_nothing(tmp_path: Path, schedule: str, env: str, recipe: str) -> None:
     flags = [word for pair in FLAGS.items() for word in pair] + ["--runtime.schedule", schedule]
-    steps = "60000" if recipe == "dqn" else "30000"
+    steps = "200000" if recipe == "dqn" else "30000"
     common = [env, "--recipe", recipe, "--total-steps", steps, *flags]
     finish(*common, "--run-dir", str(tmp_path / "whole"))
 
