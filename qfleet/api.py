@@ -103,16 +103,15 @@ def train(
             raise ConfigError("--resume takes the environment, recipe and config from the run itself: leave them out.")
         folder, settings = Path(resume), resumed_config(Path(resume), given)
         started = (folder / "checkpoints").exists() and any((folder / "checkpoints").glob("step_*"))
-        note = "" if started else "this run has no checkpoint yet: it begins anew"
     else:
         settings = compose(env, recipe, config, given)
         folder = new_run_dir(settings)
         settings = replace(settings, run_dir=str(folder))
-        started, note = False, ""
+        started = False
     title = f"{settings.env.id} · {settings.recipe} · seed {settings.seed} · {folder}"
     with Progress(settings.total_steps, title, silent=not progress) as shown:
-        if note:
-            shown.message(note)
+        if resume is not None and not started:
+            shown.message("this run has no checkpoint yet: it begins anew")
         trainer = Trainer(settings, folder, shown, resume=started)
         if trainer.collector.steps >= settings.total_steps:
             shown.message(f"this run is complete at step {trainer.collector.steps:,}: give more --total-steps to go on")
@@ -137,7 +136,7 @@ def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Ev
     policy, step = load_policy(run)
     chosen = policy.config.seed + 1_000_003 if seed is None else seed  # not the episodes the best was chosen on
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a few rows at a time: more threads only wait for each other
+    torch.set_num_threads(policy.config.learner.threads)  # as in training: with more, small batches only wait
     try:
         with evaluation.make_envs(
             policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads

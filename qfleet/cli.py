@@ -124,7 +124,7 @@ def tidy(argv: Iterable[str], parser: Parser) -> list[str]:
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
         if flag not in known:
-            names = {path for path, _, _ in paths()}
+            names = [path for path, _, _ in paths()]
             meant = flag_of(setting(name[2:].replace("-", "_"), names))  # --lr, --learning-rate: --learner.lr
             raise ConfigError(f"{name}: unknown.{suggest(meant, known, count=1)} See `{parser.prog} --help`.")
         if (

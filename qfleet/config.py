@@ -34,7 +34,6 @@ def opt(default: Any, help: str) -> Any:
 # What other libraries call our settings.
 ELSEWHERE = {
     "learning_rate": "learner.lr",
-    "lr_rate": "learner.lr",
     "buffer_size": "replay.capacity",
     "memory_size": "replay.capacity",
     "learning_starts": "replay.min_steps",

@@ -59,11 +59,7 @@ def _torch() -> Iterator[Line]:
         if torch.version.hip
         else "CPU build"
     )
-    yield (
-        "torch",
-        str(torch.__version__),
-        build,
-    )
+    yield "torch", str(torch.__version__), build
 
 
 def _cpu() -> Iterator[Line]:

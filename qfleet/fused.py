@@ -2,8 +2,8 @@
 torch's matrix products. Imported only when it is used.
 
 On a CPU a small network spends more time in autograd's bookkeeping and in the calls of small operations than in arithmetic:
-for 256 x 256 and batch 64 everything but the products costs 50 us here, and 400 us in autograd. The numbers are those of
-`losses.scalar_loss` with backward() and of torch.optim.Adam, up to the order of additions (tests compare them).
+for 256 x 256 and batch 64 a whole update takes 490 us here and took 710 us as torch operations, 360 of them in products. The
+numbers are those of `losses.scalar_loss` with backward() and of torch.optim.Adam, up to the order of additions (tests compare).
 """
 
 from __future__ import annotations

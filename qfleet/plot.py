@@ -41,7 +41,15 @@ NOT_A_DIFFERENCE = (
     "run_dir",
     "device",
     "env.vectorize",
-    "runtime.",
+    "runtime.schedule",
+    "runtime.checkpoint_every",
+    "runtime.eval_every",
+    "runtime.eval_episodes",
+    "runtime.log_every",
+    "runtime.keep",
+    "runtime.stop_at",
+    "runtime.patience",
+    "runtime.emulator_threads",
     "learner.threads",
     "learner.compile",
 )
@@ -134,13 +142,9 @@ def labels(curves: Sequence[Curve]) -> list[str]:
 
 
 def _short(value: object) -> str:
-    return (
-        "×".join(map(str, value))
-        if isinstance(value, list)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, list):
+        return "×".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def plot(runs: Sequence[Path], out: Path, metric: str = "eval/mean_reward") -> list[str]:

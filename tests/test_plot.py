@@ -1,5 +1,6 @@
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,11 @@ def test_runs_with_other_settings_are_not_taken_for_seeds(tmp_path):
     runs += [make_run(tmp_path / f"b{s}", seed=s, lr=0.01, scale=3.0) for s in range(2)]
     assert labels([load(run, "eval/mean_reward") for run in runs]) == 2 * ["dqn, lr 0.001"] + 2 * ["dqn, lr 0.01"]
     assert labels([load(run, "eval/mean_reward") for run in runs[:2]]) == ["dqn", "dqn"]
+    lag = [
+        replace(load(run, "eval/mean_reward"), settings={"runtime.lag": i, "runtime.keep": i})
+        for i, run in enumerate(runs[:2])
+    ]
+    assert labels(lag) == ["dqn, lag 0", "dqn, lag 1"]
     plot(runs, tmp_path / "curve.svg")
     svg = (tmp_path / "curve.svg").read_text()
     assert "<!-- dqn, lr 0.01 (IQM of 2 runs, 95% interval) -->" in svg

@@ -33,7 +33,7 @@ def pick_device(name: str, same_as: torch.device | None = None) -> str:
 def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
     """What may depend on the machine, settled once: a resumed or repeated run reads it from config.yaml."""
     # Overlapping pays only with a core left over for the environments: on 2 cores a learner of 2 threads that shares
-    # them trains Atari at 154 steps/s, and in turn with them at 183 (same lag, same numbers).
+    # them trains Pong at 157 steps/s, and in turn with them at 186 (same lag, same numbers).
     busy = config.learner.threads if device.type == "cpu" else 1
     pipelined = config.runtime.lag == 1 and (os.cpu_count() or 1) > busy
     choices: dict[str, Any] = {"device": str(device), "learner.compile": compile_choice(config)}

@@ -54,12 +54,12 @@ class Trainer:
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
         self._open.callback(torch.set_num_threads, torch.get_num_threads())
         self._open.callback(self.envs.close)
-        made = not run_dir.exists()
+        self._new = False  # we made the folder, and hold its lock
         try:
             self._make(config, device, resume)
         except BaseException:
             self._open.close()
-            if made:  # a run that never began leaves nothing behind
+            if self._new:  # a run that never began leaves nothing behind
                 shutil.rmtree(run_dir, ignore_errors=True)
             raise
 
@@ -71,9 +71,11 @@ class Trainer:
         spec = self.envs.spec
         replay_device = pick_device(config.replay.device, device)
         Replay.check_memory(config, spec, replay_device)
+        absent = not run_dir.exists()
         if not resume:
             prepare(run_dir)
         self._open.enter_context(lock(run_dir))
+        self._new = absent
         for line in summary(config, self.envs, replay_device):
             progress.message(line)
         if wanted_compile and config.learner.compile == "off":

@@ -335,6 +335,24 @@ def test_two_processes_cannot_train_in_one_run_directory(tmp_path: Path) -> None
         qfleet.train(resume=tmp_path / "run", total_steps=600, progress=False)
 
 
+def test_a_folder_that_another_process_made_first_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found no folder; the other one made it and locked it before us."""
+    others = []
+
+    def made_by_another(run_dir: Path) -> None:
+        run_dir.mkdir()
+        (run_dir / "metrics.jsonl").write_text("theirs")
+        others.append(lock(run_dir))
+
+    monkeypatch.setattr("qfleet.runtime.train.prepare", made_by_another)
+    with pytest.raises(ConfigError, match="another process is training"):
+        train(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "theirs"
+    others[0].close()
+
+
 def test_killed_before_the_first_checkpoint_resumes_from_the_start(tmp_path: Path) -> None:
     common = {"env": "CartPole-v1", "recipe": "dqn", "total_steps": 600, "overrides": SMALL}
     qfleet.train(**common, run_dir=tmp_path / "whole", progress=False)
