@@ -193,7 +193,8 @@ def compose(
     of = recipes.family(str(env_id))
     if of in ("atari", "general"):  # not told by the name alone, as in Pong-v4; an unknown environment fails here
         of = "general" if ids.atari_game(ids.find(str(env_id))) is None else "atari"
-    base = recipes.make(str(recipe or file.get("recipe") or recipes.DEFAULT), str(env_id), of)
+    gpu = pick_device(str(given.get("device") or file.get("device") or "auto")) != "cpu"
+    base = recipes.make(str(recipe or file.get("recipe") or recipes.DEFAULT), str(env_id), of, gpu)
     return configs.override(base, {**file, **given, "env.id": env_id, "recipe": base.recipe})
 
 

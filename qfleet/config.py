@@ -163,8 +163,8 @@ class LearnerConfig:
     target_interval: int = opt(250, "updates between copies into the target network")
     tau: float = opt(1.0, "Polyak averaging into the target network; 1 = plain copy")
     weight_decay: float = opt(0.0, "decoupled weight decay")
-    precision: Literal["fp32", "bf16"] = opt(
-        "fp32", "bf16: forward and backward in mixed precision where the hardware has it"
+    precision: Literal["auto", "fp32", "bf16"] = opt(
+        "auto", "of forward and backward; auto = bf16 on a GPU that has it, fp32 elsewhere. Parameters are always fp32"
     )
     compile: Literal["auto", "on", "off"] = opt(
         "auto", "torch.compile for the update; auto = only where it was measured to pay (not on the CPU)"
@@ -218,6 +218,9 @@ class RuntimeConfig:
         "auto", "serial: collect, then update; pipelined: both at once (needs lag 1)"
     )
     lag: int = opt(0, "rounds between collecting a row and the first update that may use it (0 or 1)")
+    groups: int = opt(
+        1, "groups of environments; with several, some step while actions are computed for another (Atari on a GPU: 2)"
+    )
     steps_per_round: int = opt(8, "steps collected between two joins of acting and learning")
     checkpoint_every: int = opt(10_000, "steps between checkpoints; 0 = only at the end and on a signal")
     eval_every: int = opt(10_000, "steps between evaluations; 0 = only at the end")
@@ -230,6 +233,7 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         _check(self.lag in (0, 1), "runtime.lag", self.lag, "0 or 1")
+        _check(self.groups >= 1, "runtime.groups", self.groups, "at least 1")
         _check(self.steps_per_round >= 1, "runtime.steps_per_round", self.steps_per_round, "at least 1")
         _check(self.eval_episodes >= 1, "runtime.eval_episodes", self.eval_episodes, "at least 1")
         _check(self.keep >= 1, "runtime.keep", self.keep, "at least 1")
@@ -264,6 +268,10 @@ class Config:
         if self.learner.munchausen and self.network.dist == "c51":
             raise ConfigError(
                 "learner.munchausen works with network.dist scalar, qr or iqn, not c51 (its fixed support cannot be shifted by the bonus)."
+            )
+        if self.env.num_envs % self.runtime.groups:
+            raise ConfigError(
+                f"env.num_envs {self.env.num_envs} cannot be divided into runtime.groups {self.runtime.groups} equal groups: change one of them."
             )
         rows = self.replay.capacity // self.env.num_envs
         need = self.learner.n_step + self.env.frame_stack + self.rows_per_round + 1

@@ -65,6 +65,7 @@ class Flat:
         sizes = [-(-p.numel() // ALIGN) * ALIGN for p in self.named.values()]
         self.data = torch.zeros(sum(sizes), device=device)
         self._at = list(zip(self.named.values(), torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
+        self.places = [(p.shape, at) for p, at in self._at]  # shape and offset of every parameter, in order
         for p, at in self._at:
             view = self._view(self.data, p, at)
             view.copy_(p.detach())
@@ -165,11 +166,15 @@ class Learner:
         self.optimizer(grad, self.lr)
         self.updates += 1
         if self.updates % c.target_interval == 0:
-            if c.tau == 1.0:
-                self.target.copy_(self.flat)
-            else:
-                self.target.data.lerp_(self.flat.data, c.tau)
-                self.target.copy_buffers_(self.flat)
+            self.refresh_target()
+
+    def refresh_target(self) -> None:
+        tau = self.config.learner.tau
+        if tau == 1.0:
+            self.target.copy_(self.flat)
+        else:
+            self.target.data.lerp_(self.flat.data, tau)
+            self.target.copy_buffers_(self.flat)
 
     # --- many updates ------------------------------------------------------------------------------------------
 
@@ -205,7 +210,7 @@ class Learner:
     def _handwritten(self) -> tuple[MlpGradient, Mlp] | tuple[None, None]:
         """Online and target network without autograd, where they are plain MLPs on the CPU."""
         c, linears, target_linears = self.config.learner, self.net.plain_mlp(), self.target_net.plain_mlp()
-        if not linears or not target_linears or self.device.type != "cpu" or c.precision != "fp32" or c.compile == "on":
+        if not linears or not target_linears or self.device.type != "cpu" or c.precision == "bf16" or c.compile == "on":
             return None, None
         from qfleet.fused import Mlp, MlpGradient
 
@@ -233,7 +238,7 @@ class Learner:
             chosen = self._fused(batch.next_obs) if c.double else None
             now = self._target_fused(batch.obs) if c.munchausen else None
         else:
-            with self._precision():
+            with self.precision():
                 raw = target(batch.next_obs, draws.target_noise, draws.target_taus).float()
                 chosen = self.net(batch.next_obs, draws.select_noise, self.net.taus) if c.double else None
                 now = target(batch.obs, draws.target_noise, target.taus) if c.munchausen else None
@@ -258,7 +263,7 @@ class Learner:
         n = self.config.network
         if self._has_modes:
             self.net.train()
-        with self._precision():
+        with self.precision():
             raw = self.net(batch.obs, draws.noise, draws.taus)
         raw = raw.float()
         if self._has_modes:
@@ -271,21 +276,21 @@ class Learner:
         assert taus is not None
         return losses.quantile_loss(raw, batch.action, taus, target, batch.weight), raw
 
-    def _draws(self, update: int, rows: int) -> Draws:
+    def _draws(self, update: int | Tensor, rows: int) -> Draws:
         """The random numbers of one update. Noisy layers: one sample per forward pass."""
         noise: list[Tensor | None] = [None, None, None]
         taus: list[Tensor | None] = [None, None]
         if self.net.noise_size:
-            counter = torch.arange(3 * update, 3 * update + 3, device=self.device)
+            counter = 3 * update + torch.arange(3, device=self.device)
             noise = list(rng.normal_torch(self._noise_key, counter, self.net.noise_size).chunk(3))
         if self.config.network.dist == "iqn":
             sizes = (self.config.network.atoms, IQN_TARGET_SAMPLES)
-            counter = torch.tensor([update], device=self.device)
+            counter = torch.as_tensor(update, device=self.device).view(1)
             both = rng.uniform_torch(self._tau_key, counter, rows * sum(sizes)).float().view(rows, -1)
             taus = [both[:, : sizes[0]].contiguous(), both[:, sizes[0] :].contiguous()]
         return Draws(*noise, *taus)
 
-    def _precision(self) -> torch.autocast:
+    def precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.learner.precision == "bf16")
 
     # --- state ---------------------------------------------------------------------------------------------------
@@ -323,7 +328,8 @@ class Optimizer:
             arrays = (self.data.numpy(), self.m.numpy(), self.v.numpy(), self.step.numpy())
             self.adam = functools.partial(adam, *arrays, self.eps, self.clip)
 
-    def __call__(self, grad: Tensor, lr: float) -> None:
+    def __call__(self, grad: Tensor, lr: float | Tensor) -> None:
+        """lr may be a tensor [1], for a graph that reads it."""
         if self.decay:
             self.data.mul_(1.0 - lr * self.decay)
         if self.adam is not None:
@@ -342,9 +348,9 @@ class Optimizer:
             )  # fmt: skip
         elif self.kind == "rmsprop":
             self.v.mul_(0.95).addcmul_(grad, grad, value=0.05)
-            self.data.addcdiv_(grad, self.v.sqrt().add_(self.eps), value=-lr)
+            self.data.sub_(grad / self.v.sqrt().add_(self.eps) * lr)
         else:
-            self.data.add_(grad, alpha=-lr)
+            self.data.sub_(grad * lr)
 
     def state(self) -> State:
         return {"step": self.step, "m": self.m, "v": self.v}

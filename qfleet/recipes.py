@@ -139,6 +139,25 @@ FAMILIES: dict[str, Settings] = {
     },
 }
 
+# --- what a family needs on a GPU: more environments at once, and larger batches ----------------------------------------
+
+GPU: dict[str, Settings] = {
+    "atari": {
+        "env.num_envs": 512,
+        "runtime.groups": 2,
+        "runtime.steps_per_round": 2048,
+        "learner.batch_size": 256,
+        "learner.lr": 2.5e-4,
+        "learner.target_interval": 500,
+        "learner.n_step": 3,
+        "replay.min_steps": 50_000,
+        "runtime.eval_every": 500_000,
+        "runtime.eval_episodes": 20,
+        "runtime.checkpoint_every": 2_000_000,
+        "runtime.log_every": 50_000,
+    },
+}
+
 # --- what makes a recipe ---------------------------------------------------------------------------------------------
 
 _PRIORITIZED: Settings = {"replay.prioritized": True, "replay.alpha": 0.5, "replay.beta": 0.4}
@@ -241,13 +260,16 @@ def family(env_id: str) -> str:
     return "atari" if short or name.startswith("ALE/") or "NoFrameskip" in name else "general"
 
 
-def make(recipe: str, env_id: str, of: str | None = None) -> Config:
+def make(recipe: str, env_id: str, of: str | None = None, gpu: bool = False) -> Config:
     """The complete config of a recipe for an environment (of a family, where its name does not tell)."""
     if recipe not in RECIPES:
         raise ConfigError(f"there is no recipe {recipe!r}.{suggest(recipe, NAMES)} `qfleet recipes` lists them.")
     of = of or family(env_id)
-    settings = {"env.id": env_id, "recipe": recipe, **FAMILIES[of], **RECIPES[recipe][1], **TUNED.get((recipe, of), {})}
-    return override(Config(), settings)
+    of_gpu = GPU.get(of, {}) if gpu else {}
+    tuned = TUNED.get((recipe, of), {})
+    return override(
+        Config(), {"env.id": env_id, "recipe": recipe, **FAMILIES[of], **of_gpu, **RECIPES[recipe][1], **tuned}
+    )
 
 
 def describe() -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import qfleet
-from qfleet.acting.collector import FrameStack
+from qfleet.acting.actor import FrameStack
 from qfleet.acting.policy import Policy
 from qfleet.config import ConfigError, EnvConfig
 from qfleet.envs import Envs, ids, spaces
@@ -92,9 +92,9 @@ class AtariInColour(Atari):
     """
 
     def __init__(self, game: str, config: EnvConfig, seed: int) -> None:
-        super().__init__(game, config, 1, seed, threads=1)
+        super().__init__(game, config, env_seeds(seed, 1), threads=1)
         colour = {**config.kwargs, "grayscale": False, "img_height": 210, "img_width": 160}
-        self._twin = Atari(game, replace(config, kwargs=colour), 1, seed, threads=1)
+        self._twin = Atari(game, replace(config, kwargs=colour), env_seeds(seed, 1), threads=1)
 
     def reset(self, seed: int | None = None) -> Array:
         self.picture: Array = self._twin.reset(seed)[0]  # [210, 160, 3]

@@ -14,6 +14,7 @@ from qfleet import envs, networks, recipes, video
 from qfleet.acting.policy import Policy
 from qfleet.config import Config, override
 from qfleet.envs.atari import Atari
+from qfleet.envs.local import env_seeds
 
 
 class Blind(gym.Env):
@@ -103,7 +104,10 @@ def test_atari_is_seen_as_in_training_and_filmed_in_colour():
     config = override(recipes.make("dqn", "breakout"), {"env.sticky_actions": 0.25}).env
     actions = np.random.default_rng(0).integers(4, size=(400, 1))
     ends = 0
-    with Atari("breakout", config, 1, 7, threads=1) as plain, video.AtariInColour("breakout", config, 7) as filmed:
+    with (
+        Atari("breakout", config, env_seeds(7, 1), threads=1) as plain,
+        video.AtariInColour("breakout", config, 7) as filmed,
+    ):
         np.testing.assert_array_equal(filmed.reset(), plain.reset())
         for action in actions:
             seen, expected = filmed.step(action), plain.step(action)

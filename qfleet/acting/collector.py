@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from qfleet import rng
-from qfleet.acting.policy import Policy
+from qfleet.acting.actor import Actor, columns_of
 from qfleet.config import ActingConfig, Config
-from qfleet.envs import Envs
-from qfleet.types import Array, Spec, State, Step
+from qfleet.envs import Envs, EnvStep
+from qfleet.envs.local import in_order, numbered
+from qfleet.types import Array, State, Step
 
 EPISODES_AVERAGED = 100
 
@@ -29,22 +32,6 @@ def epsilon(config: ActingConfig, step: int, num_envs: int) -> Array:
     return np.asarray(value ** (1.0 + config.ladder * rung))
 
 
-class FrameStack:
-    """The newest k observations of every environment, zeros before an episode's first. k = 1 costs nothing."""
-
-    def __init__(self, spec: Spec, num_envs: int) -> None:
-        self.frames = np.zeros((num_envs, spec.frame_stack, *spec.obs_shape), spec.obs_dtype)
-
-    def push(self, obs: Array, first: Array) -> Array:
-        """-> network input [E, *input_shape]. The array is reused by the next push."""
-        if self.frames.shape[1] == 1:
-            return obs
-        self.frames[:, :-1] = self.frames[:, 1:]
-        self.frames[first, :-1] = 0
-        self.frames[:, -1] = obs
-        return self.frames
-
-
 class Episodes:
     """Returns and lengths of finished episodes, from raw rewards."""
 
@@ -55,16 +42,17 @@ class Episodes:
         self.lengths: deque[int] = deque(maxlen=EPISODES_AVERAGED)
         self.count = 0
 
-    def add(self, reward: Array, counted: Array, ended: Array) -> None:
-        self.running += reward
-        self.length += counted
+    def add(self, columns: slice, reward: Array, counted: Array, ended: Array) -> None:
+        running, length = self.running[columns], self.length[columns]
+        running += reward
+        length += counted
         if ended.any():
             for e in np.flatnonzero(ended):
-                self.returns.append(float(self.running[e]))
-                self.lengths.append(int(self.length[e]))
+                self.returns.append(float(running[e]))
+                self.lengths.append(int(length[e]))
                 self.count += 1
-            self.running[ended] = 0
-            self.length[ended] = 0
+            running[ended] = 0
+            length[ended] = 0
 
     def means(self) -> dict[str, float]:
         if not self.returns:
@@ -92,101 +80,140 @@ class Episodes:
         self.count = state["count"]
 
 
-class Collector:
-    """Environments, exploration and staging of rows. `steps` counts environment steps, `ticks` vector steps."""
+class _Staging(NamedTuple):
+    """All of a round's rows but the observations, [R, E] each, in the order of `Step`."""
 
-    def __init__(self, config: Config, envs: Envs, policy: Policy) -> None:
-        self.config, self.envs, self.policy = config, envs, policy
-        n, spec, rows = envs.num_envs, envs.spec, config.rows_per_round
+    action: Array
+    reward: Array
+    terminated: Array
+    truncated: Array
+    first: Array
+
+
+class Collector:
+    """Environments, exploration and staging of rows. `steps` counts environment steps, `ticks` vector steps.
+
+    One group: act, step, store, in turn. Several: while one group is acted for, the others are stepping, and at the end
+    of a round every group has a step in flight; its row is the first of the next round.
+    """
+
+    def __init__(self, config: Config, groups: Sequence[Envs], actor: Actor) -> None:
+        self.config, self.groups, self.actor = config, groups, actor
+        n, rows, spec = config.env.num_envs, config.rows_per_round, groups[0].spec
+        self._columns = columns_of([envs.num_envs for envs in groups])
+        self._ahead = len(groups) > 1  # steps stay in flight between rounds
+        self._received: list[EnvStep | None] = [None] * len(groups)  # a step that a checkpoint had to wait for
         self.steps = self.ticks = 0
         self.episodes = Episodes(n)
         self.env_seconds = self.act_seconds = 0.0
-        self._explore_key, self._noise_key = rng.key(config.seed, "explore"), rng.key(config.seed, "acting noise")
-        self._stack = FrameStack(spec, n)
-        self._obs = np.zeros((rows, n, *spec.obs_shape), spec.obs_dtype)
-        self._action = np.zeros((rows, n), np.int64)
-        self._reward = np.zeros((rows, n), np.float32)
-        self._terminated, self._truncated, self._first = (np.zeros((rows, n), np.bool_) for _ in range(3))
-        self._now: Array = np.zeros((n, *spec.obs_shape), spec.obs_dtype)  # the incomplete row
+        self._num_actions = spec.num_actions
+        self._explore_key = rng.key(config.seed, "explore")
+        # Two of them in turn: the replay may still be reading one round's while the next is collected.
+        self._staging = [
+            _Staging(*(actor.buffer((rows, n), dtype) for dtype in ("int64", "float32", "bool", "bool", "bool")))
+            for _ in range(2)
+        ]
+        self._sent = np.zeros(n, np.int64)  # actions of the incomplete row
         self._now_first: Array = np.ones(n, np.bool_)
         self._held, self._hold_left = np.zeros(n, np.int64), np.zeros(n, np.int64)  # exploring actions, steps to go
 
     def start(self, seed: int | None = None) -> None:
-        self._now = self.envs.reset(seed).copy()
-        self._now_first = np.ones(self.envs.num_envs, np.bool_)
+        """Begin episodes everywhere."""
+        self._now_first.fill(True)
+        self.actor.begin_round(self.ticks)
+        for g, (envs, columns) in enumerate(zip(self.groups, self._columns, strict=True)):
+            self.actor.observe(g, envs.reset(None if seed is None else seed + g), self._now_first[columns])
+        if self._ahead:
+            for g in range(len(self.groups)):
+                self._begin(g, self.ticks)
 
     def collect(self) -> Step:
-        """One round. The rows are views of a staging buffer that the next call overwrites."""
-        n, acting, clock = self.envs.num_envs, self.config.acting, time.perf_counter
-        noise = self._round_noise(n)
+        """One round. The rows are views of staging buffers that the next call but one overwrites."""
+        self.actor.begin_round(self.ticks)
+        self._staging.reverse()
+        into = self._staging[0]
         for t in range(self.config.rows_per_round):
-            began = clock()
-            self._obs[t] = self._now
-            self._first[t] = self._now_first
-            action = self._act(self._stack.push(self._now, self._now_first), epsilon(acting, self.steps, n), noise)
-            self._action[t] = action
-            acted = clock()
-            s = self.envs.step(action)
-            self._now[...] = s.obs
-            self._now_first = s.first.copy()
-            self._reward[t] = s.reward
-            np.logical_or(s.terminated, s.life_lost, out=self._terminated[t])
-            self._truncated[t] = s.truncated
-            counted = ~s.first
-            self.episodes.add(s.reward, counted, s.terminated | s.truncated)
-            self.steps += int(np.count_nonzero(counted))
+            for g in range(len(self.groups)):
+                if not self._ahead:
+                    self._begin(g, self.ticks)
+                self._finish(g, t, into)
+                if self._ahead:
+                    self._begin(g, self.ticks + 1)
             self.ticks += 1
-            self.env_seconds += clock() - acted
-            self.act_seconds += acted - began
-        staged = (self._obs, self._action, self._reward, self._terminated, self._truncated, self._first)
-        return Step(*map(torch.from_numpy, staged))
+        return Step(self.actor.rows(), *map(torch.from_numpy, into))
 
-    def _act(self, inputs: Array, eps: Array, noise: torch.Tensor | None) -> Array:
-        explore, action = self._explore(eps)
+    def _begin(self, g: int, tick: int) -> None:
+        """Choose the actions of a group and send them."""
+        began, columns = time.perf_counter(), self._columns[g]
+        explore, action = self._explore(
+            columns, epsilon(self.config.acting, self.steps, len(self._sent))[columns], tick
+        )
         if explore.all():
-            return action
-        greedy: Array = self.policy.q(inputs, noise).argmax(1).cpu().numpy()
-        return np.where(explore, action, greedy)
+            self.actor.settle(g)
+        else:
+            action = np.where(explore, action, self.actor.greedy(g))
+        self._sent[columns] = action
+        self.act_seconds += time.perf_counter() - began
+        self.groups[g].send(action)
 
-    def _explore(self, eps: Array) -> tuple[Array, Array]:
-        """-> which environments explore [E], and their actions [E].
+    def _finish(self, g: int, t: int, into: _Staging) -> None:
+        """What the step in flight gave completes row t of a group."""
+        began, c = time.perf_counter(), self._columns[g]
+        s, self._received[g] = self._received[g] or self.groups[g].recv(), None
+        stepped = time.perf_counter()
+        self.actor.stage(g, t)
+        into.first[t, c] = self._now_first[c]
+        into.action[t, c] = self._sent[c]
+        into.reward[t, c] = s.reward
+        np.logical_or(s.terminated, s.life_lost, out=into.terminated[t, c])
+        into.truncated[t, c] = s.truncated
+        self._now_first[c] = s.first
+        self.actor.observe(g, s.obs, s.first)
+        counted = ~s.first
+        self.episodes.add(c, s.reward, counted, s.terminated | s.truncated)
+        self.steps += int(np.count_nonzero(counted))
+        self.env_seconds += stepped - began
+        self.act_seconds += time.perf_counter() - stepped
+
+    def _explore(self, columns: slice, eps: Array, tick: int) -> tuple[Array, Array]:
+        """-> which environments explore [C], and their actions [C].
 
         With `acting.hold` > 1 an environment that begins to explore holds its action for min(hold, floor(1 / u)) steps, but
         not beyond the episode (Dabney, Ostrovski, Barreto, *Temporally-extended epsilon-greedy exploration*, 2021).
         """
-        n, hold = self.envs.num_envs, self.config.acting.hold
-        u = rng.uniform(self._explore_key, self.ticks, 3 * n if hold > 1 else 2 * n)
-        explore, action = u[:n] < eps, (u[n : 2 * n] * self.envs.spec.num_actions).astype(np.int64)
+        n, hold = len(self._sent), self.config.acting.hold
+        u = rng.uniform(self._explore_key, tick, 3 * n if hold > 1 else 2 * n).reshape(-1, n)[:, columns]
+        explore, action = u[0] < eps, (u[1] * self._num_actions).astype(np.int64)
         if hold == 1:
             return explore, action
-        self._hold_left[self._now_first] = 0
-        begin = explore & (self._hold_left == 0)
-        self._held[begin] = action[begin]
-        self._hold_left[begin] = np.minimum(1.0 / (1.0 - u[2 * n :][begin]), hold)
-        explore = self._hold_left > 0
-        self._hold_left[explore] -= 1
-        return explore, self._held.copy()
-
-    def _round_noise(self, n: int) -> torch.Tensor | None:
-        """Noisy layers: one sample per environment and round."""
-        size = self.policy.net.noise_size
-        if not size:
-            return None
-        counter = torch.arange(self.ticks * n, self.ticks * n + n)
-        return rng.normal_torch(self._noise_key, counter, size).to(self.policy.device)
+        held, left = self._held[columns], self._hold_left[columns]
+        left[self._now_first[columns]] = 0
+        begin = explore & (left == 0)
+        held[begin] = action[begin]
+        left[begin] = np.minimum(1.0 / (1.0 - u[2][begin]), hold)
+        explore = left > 0
+        left[explore] -= 1
+        return explore, held.copy()
 
     def epsilon_mean(self) -> float:
-        return float(epsilon(self.config.acting, self.steps, self.envs.num_envs).mean())
+        return float(epsilon(self.config.acting, self.steps, len(self._sent)).mean())
 
     def state(self) -> State:
+        if self._ahead:  # nothing may move while the environments are looked at
+            for g, envs in enumerate(self.groups):
+                if self._received[g] is None:
+                    self._received[g] = EnvStep(*(field.copy() for field in envs.recv()))
+        saved = [state for envs in self.groups if (state := envs.state()) is not None]
+        received = [s._asdict() for s in self._received if s is not None]
         return {
             "steps": self.steps,
             "ticks": self.ticks,
             "episodes": self.episodes.state(),
-            "envs": self.envs.state(),
-            "now": self._now,
+            "envs": numbered(saved) if len(saved) == len(self.groups) else None,
+            "received": numbered(received),
+            "sent": self._sent,
             "now_first": self._now_first,
-            "stack": self._stack.frames,
+            "actor": self.actor.state(),
             "held": self._held,
             "hold_left": self._hold_left,
         }
@@ -198,8 +225,11 @@ class Collector:
         if state["envs"] is None:
             self.start(rng.derive(self.config.seed, f"resume {self.ticks}"))
             return
-        self.envs.load_state(state["envs"])
-        self._now[...] = state["now"]
-        self._now_first = np.asarray(state["now_first"])
-        self._stack.frames[...] = state["stack"]
+        for envs, saved in zip(self.groups, in_order(state["envs"], len(self.groups)), strict=True):
+            envs.load_state(saved)
+        if self._ahead:
+            self._received = [EnvStep(**s) for s in in_order(state["received"], len(self.groups))]
+        self._sent[:] = state["sent"]
+        self._now_first[:] = state["now_first"]
+        self.actor.load_state(state["actor"])
         self._held[:], self._hold_left[:] = state["held"], state["hold_left"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -16,15 +18,16 @@ import numpy as np
 from qfleet.config import ConfigError, EnvConfig
 from qfleet.envs import ids, native, spaces, subprocess
 from qfleet.envs import state as states
-from qfleet.envs.atari import Atari
+from qfleet.envs.atari import FRAME_SKIP, Atari, Maker, Vector, spec_and_notes
 from qfleet.envs.base import Envs, EnvStep, note_restart
 from qfleet.envs.local import InProcess, env_seeds
 
 if TYPE_CHECKING:
     from qfleet.types import Spec
 
-__all__ = ["EnvStep", "Envs", "make"]
+__all__ = ["EnvStep", "Envs", "make", "make_groups"]
 
+MANY_GAMES = 32  # Atari games from which on worker processes make and step them
 PROBE_SECONDS = 0.03  # how long `auto` measures
 WAKE_SECONDS, MESSAGE_SECONDS = 60e-6, 20e-6  # what workers cost a vector step: once, and for each of them (measured)
 
@@ -35,9 +38,7 @@ def make(config: EnvConfig, *, seed: int, num_envs: int | None = None, threads: 
     env_spec = ids.find(config.id)
     game = ids.atari_game(env_spec)
     if game is not None:
-        if config.vectorize not in ("auto", "native"):
-            raise ConfigError(f"env.vectorize is {config.vectorize!r}, but Atari games have their own: auto or native.")
-        return Atari(game, config, num_envs, seed, threads)
+        return _atari(game, config, env_seeds(seed, num_envs), threads or os.cpu_count() or 1)
     if config.sticky_actions or config.life_loss:
         raise ConfigError(
             f"env.sticky_actions and env.life_loss are for Atari games; {config.id} is none: leave them out."
@@ -63,10 +64,47 @@ def make(config: EnvConfig, *, seed: int, num_envs: int | None = None, threads: 
     sample.close()
     seeds = env_seeds(seed, num_envs)
     if kind == "subprocess":
-        module = config.id.rpartition(":")[0]
-        return subprocess.Subprocess(config.id, spec, env_spec, config.kwargs, module, seeds, workers, notes)
+        maker = subprocess.GymMaker(env_spec, dict(config.kwargs), config.id.rpartition(":")[0])
+        return subprocess.Subprocess(config.id, spec, maker, seeds, workers, notes)
     envs = [ids.build(env_spec, config.kwargs) for _ in range(num_envs)]
     return InProcess(config.id, spec, envs, seeds, observations, actions, notes)
+
+
+def make_groups(config: EnvConfig, *, seed: int, groups: int, threads: int) -> list[Envs]:
+    """config.num_envs environments in equal groups that step independently of each other, made at the same time."""
+    if groups == 1:
+        return [make(config, seed=seed, threads=threads)]
+
+    def one(group: int) -> Envs:
+        return make(config, seed=seed + group, num_envs=config.num_envs // groups, threads=max(1, threads // groups))
+
+    with ThreadPoolExecutor(groups) as pool:
+        made = [pool.submit(one, group) for group in range(groups)]
+    failed = [error for future in made if (error := future.exception())]
+    if failed:
+        for future in made:
+            if future.exception() is None:
+                future.result().close()
+        raise failed[0]
+    return [future.result() for future in made]
+
+
+def _atari(game: str, config: EnvConfig, seeds: Sequence[int], threads: int) -> Envs:
+    """In this process, or in one worker process per core where there are so many games that making them takes long.
+
+    Workers have two threads each: one more than cores, for the games that take longer (they reset) not to hold up the rest.
+    """
+    if config.vectorize == "inprocess":
+        raise ConfigError(
+            "env.vectorize is 'inprocess', but Atari games are stepped by threads or processes: use native."
+        )
+    many = config.vectorize == "auto" and len(seeds) > MANY_GAMES and threads > 2
+    if config.vectorize != "subprocess" and not many:
+        return Atari(game, config, seeds, threads)
+    one = Vector(game, config, 1, 1)
+    one.close()
+    spec, notes = spec_and_notes(game, config, one)
+    return subprocess.Subprocess(game, spec, Maker(game, config, threads=2), seeds, threads, notes, FRAME_SKIP)
 
 
 def _spec(observations: spaces.Observations, actions: spaces.Actions, frame_stack: int) -> Spec:

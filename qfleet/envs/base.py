@@ -32,8 +32,12 @@ class Envs(Protocol):
 
     spec: Spec
     num_envs: int
-    kind: str  # "native", "inprocess", "subprocess" or "atari"
+    kind: str  # "native", "inprocess" or "subprocess"
     notes: list[str]  # what the user should know: conversions made, what a resume cannot restore
+    frame_skip: int = 1  # frames of the game in one step
+    shared: Array | None = (
+        None  # the block of memory that holds every array of a step, where there is one: it can be pinned
+    )
 
     def reset(self, seed: int | None = None) -> Array:
         """Start an episode everywhere; obs [E, *obs_shape].
@@ -45,6 +49,15 @@ class Envs(Protocol):
 
     def step(self, actions: Array) -> EnvStep:
         """Apply actions [E] int64, each in [0, num_actions)."""
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: Array) -> None:
+        """Begin a step, and return while it goes on where that is possible. `recv` belongs to it, and nothing between."""
+        ...
+
+    def recv(self) -> EnvStep:
+        """What the step begun by `send` gave."""
         ...
 
     def state(self) -> State | None:

@@ -99,8 +99,10 @@ class InProcess(Envs):
         self._seeds = [None] * self.num_envs
         return self._slice.out.obs
 
-    def step(self, actions: Array) -> EnvStep:
+    def send(self, actions: Array) -> None:
         self._slice.step(actions)
+
+    def recv(self) -> EnvStep:
         return self._slice.out
 
     def state(self) -> State | None:

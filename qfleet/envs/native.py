@@ -84,7 +84,10 @@ class Native(Envs):
         self._ended.fill(False)
         return self._out.obs
 
-    def step(self, actions: Array) -> EnvStep:
+    def recv(self) -> EnvStep:
+        return self._out
+
+    def send(self, actions: Array) -> None:
         out, over = self._out, self._ended
         manual = not self._resets_itself and bool(over.any())
         if manual:  # an ended environment must not be stepped, and the vector cannot leave one out
@@ -95,7 +98,6 @@ class Native(Envs):
         if manual:  # so its step is undone by a second reset
             self._restart(over)
         np.logical_or(out.terminated, out.truncated, out=self._ended)
-        return out
 
     def state(self) -> State | None:
         try:

@@ -33,10 +33,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
@@ -55,6 +56,38 @@ DONE, ANSWER, FAILED = b".", b"=", b"!"  # replies; the last two are followed by
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from qfleet.envs.subprocess import serve; serve()"
 
 
+class Share(Protocol):
+    """A worker's environments, which write their rows of a step to shared memory."""
+
+    def reset(self, seeds: Sequence[int | None]) -> None: ...
+    def step(self, actions: Array) -> None: ...
+    def states(self) -> list[State]: ...
+    def load_states(self, saved: Sequence[State]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Maker(Protocol):
+    """Makes a worker's share; it travels to the worker pickled."""
+
+    def build(self, out: EnvStep) -> Share: ...
+
+
+@dataclass(frozen=True)
+class GymMaker:
+    """Any registered environment; `module` is imported first, to register it."""
+
+    env_spec: EnvSpec
+    kwargs: dict[str, Any]
+    module: str
+
+    def build(self, out: EnvStep) -> Slice:
+        if self.module:
+            ids.import_module(self.module)
+        envs = [ids.build(self.env_spec, self.kwargs) for _ in range(len(out.reward))]
+        rows = spaces.observations(envs[0].observation_space, self.env_spec.id)
+        return Slice(envs, rows, spaces.actions(envs[0].action_space, self.env_spec.id), out)
+
+
 class Subprocess(Envs):
     """E environments divided evenly among worker processes."""
 
@@ -64,14 +97,13 @@ class Subprocess(Envs):
         self,
         name: str,
         spec: Spec,
-        env_spec: EnvSpec,
-        kwargs: Mapping[str, Any],
-        module: str,
+        maker: Maker,
         seeds: Sequence[int],
         workers: int,
         notes: list[str],
+        frame_skip: int = 1,
     ) -> None:
-        self.spec, self.num_envs, self.notes = spec, len(seeds), notes
+        self.spec, self.num_envs, self.notes, self.frame_skip = spec, len(seeds), notes, frame_skip
         self._name = name
         self._seeds: Sequence[int | None] = seeds
         workers = min(workers, self.num_envs)
@@ -81,11 +113,10 @@ class Subprocess(Envs):
         self._processes: list[subprocess.Popen[bytes]] = []
         memory = _memory(_size(self.num_envs, spec.obs_shape, spec.obs_dtype))
         try:
-            self._actions, self._out = _views(memory, self.num_envs, spec.obs_shape, spec.obs_dtype)
+            layout = (self.num_envs, spec.obs_shape, spec.obs_dtype)
+            self.shared, self._actions, self._out = _views(memory, *layout)
             for part in self._parts:
-                self._start(
-                    (env_spec, dict(kwargs), module, part, self.num_envs, spec.obs_shape, spec.obs_dtype), memory
-                )
+                self._start((maker, part, layout), memory)
             for worker in range(workers):
                 self._receive(worker)
         except BaseException:
@@ -100,10 +131,12 @@ class Subprocess(Envs):
         self._seeds = [None] * self.num_envs
         return self._out.obs
 
-    def step(self, actions: Array) -> EnvStep:
+    def send(self, actions: Array) -> None:
         self._actions[:] = actions
         for worker in range(len(self._parts)):
             self._send(worker, STEP)
+
+    def recv(self) -> EnvStep:
         for worker in range(len(self._parts)):
             self._receive(worker)
         return self._out
@@ -230,14 +263,14 @@ def _memory(size: int) -> int:
     return fd
 
 
-def _views(memory: int, num_envs: int, shape: tuple[int, ...], dtype: str) -> tuple[Array, EnvStep]:
-    """Actions [E] and the rows of all environments, as arrays on the shared memory."""
+def _views(memory: int, num_envs: int, shape: tuple[int, ...], dtype: str) -> tuple[Array, Array, EnvStep]:
+    """The shared memory as bytes; actions [E] and the rows of all environments, as arrays on it."""
     block = mmap.mmap(memory, _size(num_envs, shape, dtype))
     arrays, offset = [], 0
     for field in _fields(num_envs, shape, dtype):
         arrays.append(np.ndarray(*field, buffer=block, offset=offset))
         offset += _bytes(*field)
-    return arrays[0], EnvStep(*arrays[1:])
+    return np.frombuffer(block, np.uint8), arrays[0], EnvStep(*arrays[1:])
 
 
 # --- the worker ---------------------------------------------------------------------------------------------------
@@ -267,18 +300,13 @@ def serve() -> None:
                 _reply(socket, DONE if command == STEP else ANSWER, answer)
 
 
-def _join(job: tuple[Any, ...], memory: int) -> tuple[Slice, Array]:
-    env_spec, kwargs, module, part, num_envs, shape, dtype = job
-    if module:
-        ids.import_module(module)
-    actions, out = _views(memory, num_envs, shape, dtype)
-    envs = [ids.build(env_spec, kwargs) for _ in range(part.start, part.stop)]
-    rows = spaces.observations(envs[0].observation_space, env_spec.id)
-    choices = spaces.actions(envs[0].action_space, env_spec.id)
-    return Slice(envs, rows, choices, EnvStep(*(a[part] for a in out))), actions[part]
+def _join(job: tuple[Any, ...], memory: int) -> tuple[Share, Array]:
+    maker, part, layout = job
+    _, actions, out = _views(memory, *layout)
+    return maker.build(EnvStep(*(a[part] for a in out))), actions[part]
 
 
-def _obey(mine: Slice, command: bytes, argument: Any) -> Any:
+def _obey(mine: Share, command: bytes, argument: Any) -> Any:
     if command == STEP:
         return mine.step(argument)
     if command == RESET:

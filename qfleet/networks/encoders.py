@@ -152,7 +152,7 @@ class Nature(nn.Module):
         x = torch.relu_(self.conv1(x))  # [B, 32, 20, 20]
         x = torch.relu_(self.conv2(x))  # [B, 64, 9, 9]
         x = torch.relu_(self.conv3(x))  # [B, 64, 7, 7]
-        return x.flatten(1)  # channels first, as in the plain network
+        return x.permute(0, 2, 3, 1).flatten(1)  # as they lie in memory: no copy
 
 
 class Grid(nn.Module):

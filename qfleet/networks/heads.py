@@ -42,6 +42,10 @@ class Stream(nn.Module):
     def forward(self, x: Tensor, noise: Tensor | None) -> Tensor:
         if self.hidden is not None:
             x = torch.relu_(self.hidden(x, noise))
+        if x.dtype == torch.bfloat16:  # mixed precision: but values in full, or 20.00 and 20.06 were the same
+            with torch.autocast(x.device.type, enabled=False):
+                full: Tensor = self.out(x.float(), noise)
+            return full
         y: Tensor = self.out(x, noise)
         return y
 

@@ -8,15 +8,15 @@ how often. `Replay` puts the first three together.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from qfleet.config import Config
 from qfleet.replay import memory, priorities, storage, uniform
+from qfleet.replay.device import DeviceStorage, DeviceUniform, Sampler
+from qfleet.replay.host import HostStorage
 from qfleet.replay.limiter import Limiter
 from qfleet.replay.priorities import Priorities
-from qfleet.replay.storage import Storage
 from qfleet.replay.uniform import Uniform
 from qfleet.rng import key
 from qfleet.types import Batch, Spec, State, Step
@@ -28,18 +28,30 @@ class Replay:
     """Experience of `env.num_envs` streams, the newest `replay.capacity` rows of it.
 
     Sampling is a pure function of (seed, update, contents): there is no generator whose state could be lost.
+    `on_host` chooses who decides which rows are starts: the host, or the device that holds the rings. None: the host for
+    a replay in main memory.
     """
 
-    def __init__(self, config: Config, spec: Spec, device: torch.device | str = "cpu", seed: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        spec: Spec,
+        device: torch.device | str = "cpu",
+        seed: int | None = None,
+        on_host: bool | None = None,
+    ) -> None:
         self.device = torch.device(device)
         self.check_memory(config, spec, self.device)
-        kernel = config.replay.prioritized and self.device.type == "cpu"
-        self._storage = Storage(config, spec, self.device, kernel)
-        self._sampler: Priorities | Uniform
+        host = self.device.type == "cpu" if on_host is None else on_host
+        kernel = config.replay.prioritized and host
+        columns, rows = storage.shape(config)
+        self._storage: HostStorage | DeviceStorage
+        self._storage = HostStorage(config, spec, kernel) if host else DeviceStorage(config, spec, self.device)
+        self._sampler: Priorities | Uniform | DeviceUniform
         if config.replay.prioritized:
-            self._sampler = Priorities(self._storage.size, config.replay.alpha, self.device, kernel)
+            self._sampler = Priorities(rows * columns, config.replay.alpha, self.device, kernel)
         else:
-            self._sampler = Uniform(self._storage.rows, self._storage.columns, self.device)
+            self._sampler = Uniform(rows, columns) if host else DeviceUniform(rows, columns, self.device)
         self._batch_size = config.learner.batch_size
         self._key = key(config.seed if seed is None else seed, "replay")
 
@@ -57,8 +69,13 @@ class Replay:
 
     @property
     def num_starts(self) -> int:
-        """Starts that can be drawn right now."""
+        """Starts that can be drawn right now. (On a GPU this waits; `ready` does not.)"""
         return self._storage.num_starts
+
+    @property
+    def ready(self) -> bool:
+        """Is there anything to sample?"""
+        return self._storage.ready
 
     @property
     def rows(self) -> int:
@@ -81,7 +98,7 @@ class Replay:
     def extend(self, rows: Step, column: int = 0) -> None:
         """Append complete rows [R, C] to the columns column..column+C-1, each at its own cursor."""
         for change in self._storage.extend(rows, column):
-            self._sampler.apply(change)
+            self._sampler.apply(change)  # type: ignore[arg-type]  # both are of the host, or both of the device
 
     def sample(self, update: int, count: int = 1, beta: float = 1.0) -> Batch:
         """The batches of updates update..update+count-1, one after the other: leading dimension count * batch_size.
@@ -89,7 +106,7 @@ class Replay:
         Uniform batches do not depend on how many are drawn at once. Priorities change with every update, so
         prioritised batches are drawn one by one.
         """
-        if self.num_starts == 0:
+        if not self.ready:
             raise ValueError(
                 "the replay holds no complete window to sample yet: collect more steps first (--replay.min-steps)."
             )
@@ -116,6 +133,11 @@ class Replay:
         if isinstance(self._sampler, Priorities):
             self._sampler.update(id.to(self.device), priority.to(self.device), self._storage.oldest)
 
+    def on_device(self, batch: int, kernels: bool) -> Sampler:
+        """What draws batches on the device without ever waiting for it."""
+        assert isinstance(self._storage, DeviceStorage) and not isinstance(self._sampler, Uniform)
+        return Sampler(self._storage, self._sampler, self._key, batch, kernels)
+
     def state(self) -> State:
         """Everything but the rows."""
         state = self._storage.state()
@@ -130,7 +152,7 @@ class Replay:
         if isinstance(self._sampler, Priorities):
             self._sampler.load(torch.as_tensor(state["priority"]), torch.as_tensor(state["highest"]))
         else:
-            self._sampler.rebuild(self._storage.is_start, np.asarray(self._storage.oldest.cpu()))
+            self._sampler.rebuild(self._storage.starts(), self._storage.oldest)
 
     def segment(self, since: Tensor | None = None, until: Tensor | None = None) -> dict[str, Tensor]:
         """Rows numbered since[E] to until[E] - 1 that are still here (None: all), flattened, on the host."""

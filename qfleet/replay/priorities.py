@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qfleet.replay.storage import Change, to_host
 from qfleet.rng import uniform_torch
+from qfleet.types import Array
 
 FAN = 8
 EPSILON = 1e-6  # added to |TD error|: nothing becomes impossible to draw
@@ -31,19 +32,18 @@ class Priorities:
         self.tree = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self.levels = self.tree.split_with_sizes(sizes)
         self.leaves = self.levels[0][:size]
-        self._offset = np.cumsum([0, *sizes[:-1]])
+        self.offset = np.cumsum([0, *sizes[:-1]])
         # What new starts get: the highest priority so far, so that each is soon drawn once.
         self.highest = torch.ones(1, dtype=torch.float64, device=device)
         self._tree, self._highest = to_host(self.tree), to_host(self.highest)
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: Change[Array] | Change[Tensor]) -> None:
         """New rows: whatever was overwritten is zeroed first, then new starts get the highest priority."""
-        if change.dropped.size:
-            slot = torch.from_numpy(change.dropped.ravel()).to(self.device)
-            self._assign(slot, torch.zeros_like(slot, dtype=torch.float64))
-        if change.decided.size:
-            slot = torch.from_numpy(change.decided.ravel()).to(self.device)
-            self._assign(slot, torch.from_numpy(change.is_start.ravel()).to(self.device) * self.highest)
+        dropped, decided, is_start = map(torch.as_tensor, (change.dropped, change.decided, change.is_start))
+        if len(dropped):
+            self._assign(dropped.flatten(), torch.zeros(dropped.numel(), dtype=torch.float64, device=self.device))
+        if len(decided):
+            self._assign(decided.flatten(), is_start.flatten() * self.highest)
 
     def draw(self, key: int, update: int, batch: int, beta: float) -> tuple[Tensor, Tensor]:
         """Slots [B], ascending, one from each of B equal parts of the total, and their importance weights [B].
@@ -54,10 +54,14 @@ class Priorities:
             from qfleet.replay import kernels
 
             drawn, leaf = np.empty(batch, dtype=np.int64), np.empty(batch)
-            kernels.draw(self._tree, self._offset, np.uint64(key), update, drawn, leaf)
+            kernels.draw(self._tree, self.offset, np.uint64(key), update, drawn, leaf)
             ratio = (leaf.min() / leaf).astype(np.float32)
             return torch.from_numpy(drawn), torch.from_numpy(ratio ** np.float32(beta))
-        u = uniform_torch(key, torch.full((1,), update, device=self.device), batch)[0]
+        return self.draw_torch(key, torch.full((1,), update, device=self.device), batch, beta)
+
+    def draw_torch(self, key: int, counter: Tensor, batch: int, beta: float | Tensor) -> tuple[Tensor, Tensor]:
+        """The same with everything that changes, the update's number [1] and beta, on the device."""
+        u = uniform_torch(key, counter, batch)[0]
         x = (torch.arange(batch, device=self.device) + u) / batch * self.levels[-1]
         node = torch.zeros(batch, dtype=torch.int64, device=self.device)
         for level in reversed(self.levels[:-1]):
@@ -73,7 +77,7 @@ class Priorities:
                 child = (child + go) * 2
             node = node + child // 2
         priority = self.leaves[node]
-        return node, (priority.min() / priority).float().pow_(beta)
+        return node, (priority.min() / priority).float().pow(beta)
 
     def update(self, id: Tensor, error: Tensor, oldest: Tensor) -> None:
         """Priorities (|error| + epsilon) ** alpha for ids [B]; the highest wins where an id stands twice.
@@ -86,7 +90,7 @@ class Priorities:
             from qfleet.replay import kernels
 
             power = (np.abs(error.numpy()) + np.float32(EPSILON)) ** np.float32(self.alpha)
-            kernels.update(self._tree, self._offset, self.size, id.numpy(), power, oldest.numpy(), self._highest)
+            kernels.update(self._tree, self.offset, self.size, id.numpy(), power, oldest.numpy(), self._highest)
             return
         priority = (error.abs() + EPSILON).pow_(self.alpha)
         columns = len(oldest)
@@ -108,11 +112,11 @@ class Priorities:
             level[: len(sums)] = sums
 
     def _assign(self, slot: Tensor, priority: Tensor) -> None:
-        """Set leaves (no slot twice) and everything above them."""
+        """Set leaves (no slot twice, but for the one that belongs to none) and everything above them."""
         if self.kernel:
             from qfleet.replay import kernels
 
-            kernels.assign(self._tree, self._offset, slot.numpy(), priority.numpy())
+            kernels.assign(self._tree, self.offset, slot.numpy(), priority.numpy())
             return
         self.levels[0][slot] = priority
         self._refresh(slot)

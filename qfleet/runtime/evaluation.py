@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from qfleet import envs as environments
 from qfleet import rng
-from qfleet.acting.collector import FrameStack
+from qfleet.acting.actor import FrameStack
 from qfleet.acting.policy import Policy
 from qfleet.config import EnvConfig
-from qfleet.envs import Envs
+from qfleet.envs import Envs, ids
 
 MAX_ENVS = 20
 MAX_EPISODE_STEPS = 27_000  # 30 minutes of Atari; a greedy policy may otherwise stay in one place for ever
@@ -35,6 +35,8 @@ class Evaluation:
 
 
 def make_envs(config: EnvConfig, episodes: int, seed: int, threads: int) -> Envs:
+    if ids.atari_game(ids.find(config.id)) is not None:  # their number decides how games are stepped: these are few
+        config = replace(config, vectorize="auto")
     return environments.make(config, seed=seed, num_envs=min(episodes, MAX_ENVS), threads=threads)
 
 

@@ -1,10 +1,11 @@
-"""One round, two ways: collect and update in turn, or at the same time.
+"""One round, three ways: collect and update in turn, or at the same time, on a thread or on a GPU.
 
                       main thread                                learner thread (pipelined)
     serial, lag 0     collect → store → learn
     serial, lag 1     collect → learn → store
     pipelined         ┌ collect (acting copy) ┐ join → store     ┌ learn on rows of earlier rounds ┐
                       └───────────────────────┘   → publish      └─────────────────────────────────┘
+    streams           the same with a GPU's stream instead of a thread: the main thread queues and never waits for it
 
 | who     | consumes                        | waits for                    | unblocked by           |
 |---------|---------------------------------|------------------------------|------------------------|
@@ -14,21 +15,39 @@
 
 Nothing is shared while both run: the collector stages its rows aside and acts with its own copy of the parameters; rows
 enter the replay, and parameters reach the copy, only between rounds. So lag 1 gives the same numbers in both schedules.
-Shutdown: `close` joins the thread; a round in flight is always finished first.
+On a GPU the streams wait for each other, not the host: the acting stream for the copy of the parameters (`publish`, queued
+behind the round's updates), the learner stream for the staged rows. Staging buffers are two, used in turn.
+Shutdown: `close` joins the thread, or the GPU; a round in flight is always finished first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TypeVar
 
 import torch
 
+from qfleet.device import event, stream
 from qfleet.types import Step
 
 T = TypeVar("T")
+
+
+class Schedule(Protocol):
+    """`wait` returns when nothing is going on; `publishing` surrounds the copy of parameters for acting."""
+
+    wait_seconds: float
+
+    @property
+    def learn_seconds(self) -> float: ...
+    def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T: ...
+    def publishing(self) -> AbstractContextManager[object]: ...
+    def wait(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Serial:
@@ -36,7 +55,7 @@ class Serial:
 
     def __init__(self, lag: int, threads: int) -> None:
         self._lag = lag
-        self.learn_seconds = self.wait_seconds = 0.0
+        self.learn_seconds, self.wait_seconds = 0.0, 0.0
         torch.set_num_threads(threads)
 
     def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
@@ -49,6 +68,12 @@ class Serial:
         if self._lag == 1:
             store(rows)
         return learned
+
+    def publishing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -79,5 +104,57 @@ class Pipelined:
         self.learn_seconds += time.perf_counter() - began
         return learned
 
+    def publishing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait(self) -> None:
+        pass  # `round` ends with the join
+
     def close(self) -> None:
         self._pool.shutdown()
+
+
+class Streams:
+    """Learning is queued on a stream of its own, while the calling thread steps the environments. Lag 1."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._learner, self._acting = stream(device), stream(device, urgent=True)
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._learn_seconds = self.wait_seconds = 0.0
+        torch.set_num_threads(1)
+
+    def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
+        began, ended = event(timed=True), event(timed=True)
+        with torch.cuda.stream(self._learner):
+            began.record()
+            learned = learn()
+            ended.record()
+        with torch.cuda.stream(self._acting):
+            rows = collect()
+        self._learner.wait_stream(self._acting)
+        with torch.cuda.stream(self._learner):
+            store(rows)
+        self._spans.append((began, ended))
+        return learned
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """What acting read last has been read: the host has seen the actions."""
+        with torch.cuda.stream(self._learner):
+            yield
+        self._acting.wait_stream(self._learner)
+
+    @property
+    def learn_seconds(self) -> float:
+        """Time in which the learner's stream was at work, as far as it is known."""
+        while self._spans and self._spans[0][1].query():  # type: ignore[no-untyped-call]
+            began, ended = self._spans.popleft()
+            self._learn_seconds += began.elapsed_time(ended) / 1e3
+        return self._learn_seconds
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        self.wait()

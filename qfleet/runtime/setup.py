@@ -36,9 +36,13 @@ def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
     # them trains Pong at 157 steps/s, and in turn with them at 186 (same lag, same numbers).
     busy = config.learner.threads if device.type == "cpu" else 1
     pipelined = config.runtime.lag == 1 and (os.cpu_count() or 1) > busy
-    choices: dict[str, Any] = {"device": str(device), "learner.compile": compile_choice(config)}
-    if made.kind != "atari":
-        choices["env.vectorize"] = made.kind
+    choices: dict[str, Any] = {
+        "device": str(device),
+        "learner.compile": compile_choice(config),
+        "env.vectorize": made.kind,
+    }
+    if config.learner.precision == "auto":
+        choices["learner.precision"] = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     if config.runtime.schedule == "auto":
         choices["runtime.schedule"] = "pipelined" if pipelined else "serial"
     return override(config, choices)
@@ -75,13 +79,13 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
     algorithm = ", ".join([dist, *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
     size = Replay.memory(config, made.spec)
     lines = [
-        f"  environments  {made.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
+        f"  environments  {config.env.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
         f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
         f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval}",
         f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",
         f"  runtime       {config.runtime.schedule}, lag {config.runtime.lag}, learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}",
     ]
-    if made.kind == "atari":
+    if made.frame_skip > 1:
         lines.append(
             f"  atari         sticky actions {config.env.sticky_actions:g}, a lost life {'stops the bootstrap' if config.env.life_loss else 'is ignored'}, rewards clipped to ±{config.env.reward_clip:g} for learning"
         )

@@ -19,8 +19,11 @@ import numpy as np
 import torch
 
 from qfleet import envs, networks, rng
+from qfleet.acting.actor import Actor, HostActor
 from qfleet.acting.collector import Collector
+from qfleet.acting.device import DeviceActor
 from qfleet.acting.policy import Policy
+from qfleet.captured import Best, CapturedLearner
 from qfleet.config import Config, dump_yaml
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
@@ -29,12 +32,11 @@ from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.metrics import Metrics
 from qfleet.runtime.progress import Progress
-from qfleet.runtime.schedule import Pipelined, Serial
+from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
 from qfleet.runtime.setup import lock, pick_device, prepare, resolve, summary, versions
-from qfleet.types import State, Step
+from qfleet.types import Spec, State, Step
 
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
-ATARI_FRAME_SKIP = 4
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
@@ -50,10 +52,13 @@ class Trainer:
         self.run_dir, self.progress = run_dir, progress
         self._threads = config.runtime.emulator_threads or os.cpu_count() or 1
         device = torch.device(pick_device(config.device))
-        self.envs = envs.make(config.env, seed=rng.derive(config.seed, "environments"), threads=self._threads)
+        seed = rng.derive(config.seed, "environments")
+        self.groups = envs.make_groups(config.env, seed=seed, groups=config.runtime.groups, threads=self._threads)
+        self.envs = self.groups[0]  # speaks for all where they are alike
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
         self._open.callback(torch.set_num_threads, torch.get_num_threads())
-        self._open.callback(self.envs.close)
+        for group in self.groups:
+            self._open.callback(group.close)
         self._new = False  # we made the folder, and hold its lock
         try:
             self._make(config, device, resume)
@@ -80,20 +85,9 @@ class Trainer:
             progress.message(line)
         if wanted_compile and config.learner.compile == "off":
             progress.message("  note          no C++ compiler here (g++ or clang++): learner.compile is off")
-        self.learner = Learner(config, spec, device)
         self.replay = Replay(config, spec, replay_device, seed=config.seed)
         self.limiter = Limiter(config)
-        pipelined = config.runtime.schedule == "pipelined"
-        self.schedule = (
-            Pipelined(config.learner.threads) if pipelined else Serial(config.runtime.lag, config.learner.threads)
-        )
-        self._open.callback(self.schedule.close)
-        acting_device = torch.device(pick_device(config.acting.device, device))
-        copied = pipelined or acting_device != device
-        net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
-        self._acting_copy = Flat(net, acting_device) if copied else None
-        self.policy = Policy(net, config, spec, acting_device)
-        self.collector = Collector(config, self.envs, self.policy)
+        self._make_parts(config, spec, device)
         self._eval_envs: envs.Envs | None = None
         self.checkpoints = Checkpoints(run_dir, config.runtime.keep)
         # What the rounds leave behind.
@@ -114,6 +108,35 @@ class Trainer:
         self.metrics = Metrics(run_dir, position)
         self._open.callback(self.metrics.close)
         self._marks = self._clock()
+
+    def _make_parts(self, config: Config, spec: Spec, device: torch.device) -> None:
+        """Learner, schedule, and who acts."""
+        acting_device = torch.device(pick_device(config.acting.device, device))
+        pipelined = config.runtime.schedule == "pipelined"
+        self.learner: Learner
+        self.schedule: Schedule
+        on_gpu = device.type == "cuda" and self.replay.device.type == "cuda"
+        if on_gpu:
+            self.learner, self.schedule = CapturedLearner(config, spec, device), Streams(device)
+        else:
+            self.learner = Learner(config, spec, device)
+            threads = config.learner.threads
+            self.schedule = Pipelined(threads) if pipelined else Serial(config.runtime.lag, threads)
+        self._open.callback(self.schedule.close)
+        copied = on_gpu or pipelined or acting_device != device
+        net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
+        self._acting_copy = Flat(net, acting_device) if copied else None
+        self.policy = Policy(net, config, spec, acting_device)
+        sizes = [group.num_envs for group in self.groups]
+        self._best: Best | None = None
+        actor: Actor
+        if isinstance(self.learner, CapturedLearner) and acting_device == device:
+            self._best = Best(self.learner, net, sizes)
+            actor = DeviceActor(config, spec, self.groups, device, net.noise_size, self._best)
+            self._open.callback(actor.close)
+        else:
+            actor = HostActor(config, spec, self.policy, sizes)
+        self.collector = Collector(config, self.groups, actor)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -150,7 +173,7 @@ class Trainer:
 
     def _learn(self) -> Learned | None:
         due = self.limiter.updates_due(self.stored_steps, self.learner.updates)
-        if due == 0 or self.replay.num_starts == 0:
+        if due == 0 or not self.replay.ready:
             return None
         done = min(1.0, self.stored_steps / self.config.total_steps)
         self.learner.lr = self.config.learner.lr * self.lr_scale * lr_factor(self.config.learner.lr_schedule, done)
@@ -165,7 +188,10 @@ class Trainer:
     def _publish(self) -> None:
         """The learner's parameters reach the acting copy, if there is one."""
         if self._acting_copy is not None:
-            self._acting_copy.copy_(self.learner.flat)
+            with self.schedule.publishing():
+                self._acting_copy.copy_(self.learner.flat)
+                if self._best is not None:
+                    self._best.publish()
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
@@ -175,7 +201,7 @@ class Trainer:
             self._loss_sum += learned.loss_sum
             self._window_updates += learned.updates
             self._q_mean = learned.q_mean
-            if not learned.loss_sum < EXPLODED * learned.updates:
+            if not learned.loss_sum < EXPLODED * max(1, learned.updates):
                 self._diverged(step)
         finished = step >= self.config.total_steps
         if crossed(before, step, c.log_every) or finished:
@@ -211,8 +237,8 @@ class Trainer:
         values = self.collector.episodes.means()
         values["rollout/exploration_rate"] = self.collector.epsilon_mean()
         values["rollout/episodes"] = self.collector.episodes.count
-        if self.envs.kind == "atari":
-            values["rollout/frames"] = self.collector.steps * ATARI_FRAME_SKIP
+        if self.envs.frame_skip > 1:
+            values["rollout/frames"] = self.collector.steps * self.envs.frame_skip
         return values
 
     def _clock(self) -> dict[str, float]:
@@ -230,6 +256,7 @@ class Trainer:
         c = self.config.runtime
         began = time.perf_counter()
         self._publish()
+        self.schedule.wait()
         result = self.evaluate(step)
         self._evaluation_due = result is None
         if result is None:
@@ -290,6 +317,7 @@ class Trainer:
         return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _save(self) -> None:
+        self.schedule.wait()
         if not self.learner.flat.data.abs().max() < EXPLODED:
             self._diverged(self.collector.steps)
         self.checkpoints.save(self.collector.steps, self._state(), self.replay)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qfleet import envs, networks, recipes, rng
+from qfleet.acting.actor import HostActor
 from qfleet.acting.collector import Collector, epsilon
 from qfleet.acting.policy import Policy
 from qfleet.config import ActingConfig, override
@@ -28,7 +29,7 @@ def collector(**values: object) -> Collector:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = networks.build(config, made.spec).eval()
-    out = Collector(config, made, Policy(net, config, made.spec))
+    out = Collector(config, [made], HostActor(config, made.spec, Policy(net, config, made.spec), [ENVS]))
     out.start()
     return out
 
@@ -51,7 +52,7 @@ def test_epsilon_greedy_follows_its_draws(eps: float) -> None:
     c = collector(acting__epsilon_start=eps, acting__epsilon_end=eps)
     key = rng.key(c.config.seed, "explore")
     rows = c.collect()
-    greedy = c.policy.act(rows.obs.numpy().reshape(-1, 4)).reshape(-1, ENVS)
+    greedy = c.actor._policy.act(rows.obs.numpy().reshape(-1, 4)).reshape(-1, ENVS)
     for t in range(4):
         u = rng.uniform(key, t, 2 * ENVS)
         expected = np.where(u[:ENVS] < eps, (u[ENVS:] * 2).astype(int), greedy[t])
@@ -63,10 +64,9 @@ def test_held_actions_last_as_drawn() -> None:
     c = collector(acting__epsilon_start=1.0, acting__epsilon_end=1.0, acting__hold=8)
     begun: list[int] = []
     for t in range(2000):
-        c.ticks = t
         c._now_first[:] = t == 0
         free = c._hold_left == 0
-        explore, _ = c._explore(np.ones(ENVS))
+        explore, _ = c._explore(slice(ENVS), np.ones(ENVS), t)
         assert explore.all()
         begun += [int(k) + 1 for k in c._hold_left[free]]
     share = np.bincount(begun, minlength=9)[1:] / len(begun)
@@ -79,7 +79,7 @@ def test_a_held_action_stays_the_same_and_ends_with_the_episode() -> None:
     c._now_first[:] = False
     c._held[:], c._hold_left[:] = [1, 0, 1, 0], [3, 3, 3, 0]
     c._now_first[2] = True
-    held, action = c._explore(np.zeros(ENVS))  # no new exploration
+    held, action = c._explore(slice(ENVS), np.zeros(ENVS), 0)  # no new exploration
     assert held.tolist() == [True, True, False, False] and action[:2].tolist() == [1, 0]
     assert c._hold_left.tolist() == [2, 2, 0, 0]
 

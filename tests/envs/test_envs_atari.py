@@ -12,8 +12,8 @@ from qfleet.config import ConfigError, EnvConfig
 from qfleet.envs import Envs, make
 
 
-def atari(id: str, num_envs: int = 2, seed: int = 1, **settings: Any) -> Envs:
-    return make(EnvConfig(id=id, num_envs=num_envs, **settings), seed=seed, threads=2)
+def atari(id: str, num_envs: int = 2, seed: int = 1, threads: int = 2, **settings: Any) -> Envs:
+    return make(EnvConfig(id=id, num_envs=num_envs, **settings), seed=seed, threads=threads)
 
 
 def test_every_step_equals_the_bare_emulator() -> None:
@@ -71,10 +71,35 @@ def test_the_stream_depends_on_the_seed_alone() -> None:
     assert not np.array_equal(frames(2, seed=1), frames(2, seed=2))
 
 
+def test_worker_processes_play_the_same_games() -> None:
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, 6, (150, 5))
+
+    def steps(vectorize: str) -> list[Any]:
+        with atari("pong", num_envs=5, seed=1, sticky_actions=0.25, life_loss=True, vectorize=vectorize, threads=2,
+                   kwargs={"max_num_frames_per_episode": 400}) as envs:  # fmt: skip
+            out = [envs.reset().copy()]
+            for a in actions:
+                envs.send(a)
+                out += [field.copy() for field in envs.recv()]
+            assert (envs.kind, envs.frame_skip, envs.state()) == (vectorize, 4, None)
+            return out
+
+    together, apart = steps("native"), steps("subprocess")
+    assert all(np.array_equal(a, b) for a, b in zip(together, apart, strict=True))
+    assert any(field.dtype == bool and field.any() for field in together)  # games were cut and began anew
+
+
+def test_many_games_are_made_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qfleet.envs.MANY_GAMES", 2)
+    with atari("pong", num_envs=2, threads=3) as few, atari("pong", num_envs=3, threads=3) as many:
+        assert (few.kind, many.kind) == ("native", "subprocess")
+
+
 @pytest.mark.parametrize("id", ["pong", "Pong", "ALE/Pong-v5", "PongNoFrameskip-v4", "Pong-v4"])
 def test_names(id: str) -> None:
     with atari(id, num_envs=1, frame_stack=4) as envs:
-        assert envs.kind == "atari"
+        assert envs.kind == "native"
         assert (envs.spec.obs_shape, envs.spec.obs_dtype, envs.spec.num_actions) == ((84, 84), "uint8", 6)
         assert envs.spec.input_shape == (4, 84, 84)
 
@@ -109,7 +134,7 @@ def test_a_cut_game_is_truncated() -> None:
         ({"kwargs": {"repeat_action_probability": 0.25}}, "env.sticky_actions"),
         ({"kwargs": {"autoreset_mode": "SameStep"}}, "leave it out"),
         ({"kwargs": {"colour": True}}, "do not suit Atari"),
-        ({"vectorize": "subprocess"}, "auto or native"),
+        ({"vectorize": "inprocess"}, "use native"),
     ],
 )
 def test_messages(settings: dict[str, Any], message: str) -> None:

@@ -74,13 +74,20 @@ def test_plain_mlp_is_a_sequence_of_linears_with_the_same_parameters():
     assert make(SPECS["minatar"][0]).plain_mlp() is None
 
 
+class AsInMemory(nn.Module):
+    """[B, C, H, W] -> [B, H * W * C]: the order in which our features leave the last convolution."""
+
+    def forward(self, x):
+        return x.permute(0, 2, 3, 1).flatten(1)
+
+
 def test_nature_starts_as_the_plain_network():
     spec = SPECS["atari"][0]
     network = make(spec, seed=2, hidden=(512,))
     torch.manual_seed(2)
     plain = nn.Sequential(
         nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(),
-        nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 3),
+        AsInMemory(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 3),
     )  # fmt: skip
     obs = observations(spec)
     torch.testing.assert_close(network(obs), plain(obs / 255.0), rtol=1e-4, atol=1e-6)

@@ -25,13 +25,14 @@ def assert_matches(batch: Batch, expected: dict[int, Sample]) -> None:
     np.testing.assert_allclose(batch.discount, [s.discount for s in wanted], rtol=1e-6)
 
 
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("prioritized", [False, True])
 @pytest.mark.parametrize("stack", [1, 4])
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_all_samples_match_the_reference(n: int, stack: int, prioritized: bool) -> None:
+def test_all_samples_match_the_reference(n: int, stack: int, prioritized: bool, on_host: bool) -> None:
     columns, rows, clip = 4, 40, 1.5 if n == 3 else 0.0
     config = make_config(capacity=columns * rows, columns=columns, n=n, batch=6000, clip=clip, prioritized=prioritized)
-    replay = Replay(config, make_spec(stack))
+    replay = Replay(config, make_spec(stack), on_host=on_host)
     rng = np.random.default_rng(n * 10 + stack)
     streams = [random_stream(rng, 600, column) for column in range(columns)]
     written = [0] * columns

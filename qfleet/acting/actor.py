@@ -1,0 +1,121 @@
+"""Who holds the newest observations and chooses greedy actions for them: in main memory here, on a GPU in device.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qfleet import rng
+from qfleet.acting.policy import Policy
+from qfleet.config import Config
+from qfleet.types import Array, Spec, State
+
+
+class Actor(Protocol):
+    """Environments come in groups, which own neighbouring columns of a row."""
+
+    def begin_round(self, tick: int) -> None:
+        """Noisy layers get new noise: one sample per environment and round."""
+        ...
+
+    def observe(self, group: int, obs: Array, first: Array) -> None:
+        """The newest observations of a group [C, *obs_shape]; `first` [C]: those that begin an episode."""
+        ...
+
+    def stage(self, group: int, t: int) -> None:
+        """They become row t of the round."""
+        ...
+
+    def greedy(self, group: int) -> Array:
+        """The best actions for them [C]."""
+        ...
+
+    def settle(self, group: int) -> None:
+        """Return when the arrays given to `observe` are not needed any more. (`greedy` does, too.)"""
+        ...
+
+    def buffer(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Memory to stage what goes to the replay."""
+        ...
+
+    def rows(self) -> Tensor:
+        """Observations of the round's rows [R, E, *obs_shape]."""
+        ...
+
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
+
+
+def columns_of(sizes: Sequence[int]) -> list[slice]:
+    """The columns of every group."""
+    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [slice(lo, hi) for lo, hi in itertools.pairwise(edges)]
+
+
+class FrameStack:
+    """The newest k observations of some environments, oldest first, zeros before an episode's first."""
+
+    def __init__(self, spec: Spec, num_envs: int) -> None:
+        self.frames = np.zeros((num_envs, spec.frame_stack, *spec.obs_shape), spec.obs_dtype)
+        self._input_shape = spec.input_shape
+
+    def push(self, obs: Array, first: Array) -> Array:
+        """-> network input [E, *input_shape]. The array is reused by the next push."""
+        if self.frames.shape[1] > 1:
+            self.frames[:, :-1] = self.frames[:, 1:]
+            self.frames[first, :-1] = 0
+        self.frames[:, -1] = obs
+        return self.inputs()
+
+    def inputs(self) -> Array:
+        return self.frames.reshape(-1, *self._input_shape)
+
+
+class HostActor:
+    """Observations in main memory; the policy may compute wherever it likes."""
+
+    def __init__(self, config: Config, spec: Spec, policy: Policy, sizes: Sequence[int]) -> None:
+        n, self._columns = sum(sizes), columns_of(sizes)
+        self._policy = policy
+        self._noise_key = rng.key(config.seed, "acting noise")
+        self._noise: Tensor | None = None
+        self._rows = np.zeros((config.rows_per_round, n, *spec.obs_shape), spec.obs_dtype)
+        self._stacks = [FrameStack(spec, size) for size in sizes]
+
+    def begin_round(self, tick: int) -> None:
+        size, n = self._policy.net.noise_size, self._rows.shape[1]
+        if size:
+            counter = torch.arange(tick * n, tick * n + n)
+            self._noise = rng.normal_torch(self._noise_key, counter, size).to(self._policy.device)
+
+    def observe(self, group: int, obs: Array, first: Array) -> None:
+        self._stacks[group].push(obs, first)
+
+    def stage(self, group: int, t: int) -> None:
+        self._rows[t, self._columns[group]] = self._stacks[group].frames[:, -1]
+
+    def greedy(self, group: int) -> Array:
+        noise = None if self._noise is None else self._noise[self._columns[group]]
+        actions: Array = self._policy.q(self._stacks[group].inputs(), noise).argmax(1).cpu().numpy()
+        return actions
+
+    def settle(self, group: int) -> None:
+        pass
+
+    def buffer(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return np.zeros(shape, dtype)
+
+    def rows(self) -> Tensor:
+        return torch.from_numpy(self._rows)
+
+    def state(self) -> State:
+        return {"stack": np.concatenate([stack.frames for stack in self._stacks])}
+
+    def load_state(self, state: State) -> None:
+        for stack, columns in zip(self._stacks, self._columns, strict=True):
+            stack.frames[...] = state["stack"][columns]

@@ -1,0 +1,196 @@
+"""The learner on a GPU: one update is one graph, from the draw to the new priorities, and the host never waits for it.
+
+Whatever changes from update to update (its number, learning rate, beta) lives in a tensor that the graph reads. Two kinds
+of update, with the same numbers up to rounding: hand-written kernels where the network is a Nature network with scalar
+outputs (kernels/nature.py), and for everything else the functions of learner.py, differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qfleet.config import Config
+from qfleet.device import Captured, event, triton_works
+from qfleet.learner import Learned, Learner
+from qfleet.networks import QNetwork
+from qfleet.replay import Replay
+from qfleet.replay.device import LARGEST, Sampler
+from qfleet.types import Spec, State
+
+LOW = torch.bfloat16
+
+
+class CapturedLearner(Learner):
+    def __init__(self, config: Config, spec: Spec, device: torch.device) -> None:
+        super().__init__(config, spec, device)
+        self.kernels = triton_works()
+        self.by_hand = self.kernels and suits(config, spec)
+        self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._lr, self._beta, self._q_mean = (torch.zeros(1, device=device) for _ in range(3))
+        self._loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        # The parameters as the products read them, written by the optimiser's kernel.
+        self.low = self.flat.data.to(LOW) if self.by_hand else None
+        self._target_low = self.target.data.to(LOW) if self.by_hand else None
+        self._step: Captured | None = None
+        self._sampler: Sampler | None = None
+        self._reports = [Report(device), Report(device)]
+        self._calls = 0
+        self._reported = 0.0
+
+    @property
+    def why_not_captured(self) -> str:
+        return self._step.why_not if self._step is not None else ""
+
+    def learn(self, source: Replay, updates: int, beta: float = 1.0) -> Learned | None:  # type: ignore[override]
+        """Queue that many updates; -> what the call before this one did."""
+        if self._step is None:
+            self._step = self._prepare(source)
+        self._lr.fill_(self.lr)
+        self._beta.fill_(beta)
+        for _ in range(updates):
+            self._step()
+            self.updates += 1
+            if self.updates % self.config.learner.target_interval == 0:
+                self.refresh_target()
+                if self._target_low is not None:
+                    self._target_low.copy_(self.target.data)
+        now, before = (self._reports[(self._calls + i) % 2] for i in range(2))
+        self._calls += 1
+        now.queue(self._loss_sum, self._q_mean, updates)
+        if self._calls == 1:
+            return None
+        total, q_mean = before.read()
+        learned = Learned(total - self._reported, q_mean, before.updates)
+        self._reported = total
+        return learned
+
+    def _prepare(self, source: Replay) -> Captured:
+        self._sampler = source.on_device(self.config.learner.batch_size, self.kernels)
+        changed = [self.flat.data, self.target.data, *self.flat.buffers, self._counter, self._loss_sum, self._q_mean]
+        changed += [self.optimizer.m, self.optimizer.v, self.optimizer.step, *self._sampler.changed]
+        if not self.by_hand:
+            return Captured(self._update, changed, self.device)
+        from qfleet.kernels import nature
+
+        assert self.low is not None and self._target_low is not None
+        buffers = nature.Buffers(
+            self.flat.data, self.low, self.target.data, self._target_low, self.grad, self.optimizer.m, self.optimizer.v,
+            self._counter, self._lr, self._beta, self._loss_sum, self._q_mean,
+        )  # fmt: skip
+        return Captured(
+            nature.Update(self.config, self.flat.places, buffers, self._sampler), [*changed, self.low], self.device
+        )
+
+    def _update(self) -> None:
+        """One update by autograd."""
+        assert self._sampler is not None
+        with torch.no_grad():
+            batch = self._sampler.batch(self._sampler.draw(self._counter, self._beta))
+            draws = self._draws(self._counter, len(batch.action))
+            target = self._targets(batch, draws)
+        out, raw = self._loss(batch, target, draws)
+        self.grad.zero_()
+        out.loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            self._sampler.update(batch.id, out.priority)
+            self.optimizer(self.grad, self._lr)
+            self._counter += 1
+            self._loss_sum += out.loss
+            self._q_mean.copy_(self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean())
+
+    def state(self) -> State:
+        self.optimizer.step.fill_(self.updates)
+        return super().state()
+
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
+        self._counter.fill_(self.updates)
+        if self.low is not None and self._target_low is not None:
+            self.low.copy_(self.flat.data)
+            self._target_low.copy_(self.target.data)
+
+
+class Report:
+    """Two numbers on their way to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._device, self._host = (
+            torch.zeros(2, dtype=torch.float64, device=device),
+            torch.zeros(2, dtype=torch.float64),
+        )
+        self._event = event() if cuda else None
+        if cuda:
+            self._host = self._host.pin_memory()
+        self.updates = 0
+
+    def queue(self, loss_sum: Tensor, q_mean: Tensor, updates: int) -> None:
+        self._device[:1] = loss_sum
+        self._device[1:] = q_mean
+        self._host.copy_(self._device, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self.updates = updates
+
+    def read(self) -> tuple[float, float]:
+        if self._event is not None:
+            self._event.synchronize()
+        total, q_mean = self._host.tolist()
+        return total, q_mean
+
+
+def suits(config: Config, spec: Spec) -> bool:
+    """Can kernels/nature.py do it?"""
+    n, c = config.network, config.learner
+    return (
+        n.kind in ("auto", "nature")
+        and (spec.obs_shape, spec.obs_dtype, spec.frame_stack) == ((84, 84), "uint8", 4)
+        and n.dist == "scalar"
+        and not (n.dueling or n.noisy)
+        and len(n.hidden) == 1
+        and n.hidden[0] % 128 == 0
+        and spec.num_actions <= 32
+        and c.optimizer == "adam"
+        and c.precision == "bf16"
+        and c.compile != "on"
+        and c.batch_size <= LARGEST
+    )
+
+
+class Best:
+    """Greedy actions of groups of environments on the device, with a copy of the parameters that `publish` renews."""
+
+    def __init__(self, learner: CapturedLearner, net: QNetwork, sizes: Sequence[int]) -> None:
+        self._learner, self._net = learner, net
+        self._low: Tensor | None = None
+        if learner.low is None:
+            return
+        from qfleet.kernels import nature
+
+        self._low = learner.low.clone()
+        params = nature.Params.of(self._low, learner.flat.places)
+        self._forwards = [nature.Forward(params, params, size) for size in sizes]
+        c = nature.CONV1
+        self._inputs = [self._low.new_zeros(size, c.H, c.H, c.C) for size in sizes]
+        self._frames = [torch.arange(4 * size, device=learner.device) for size in sizes]
+
+    def publish(self) -> None:
+        if self._low is not None and self._learner.low is not None:
+            self._low.copy_(self._learner.low)
+
+    @torch.no_grad()
+    def __call__(self, group: int, stack: Tensor, noise: Tensor | None, action: Tensor) -> None:
+        if self._low is None:
+            with self._learner.precision():
+                action.copy_(self._net.q(stack, noise).argmax(1))
+            return
+        from qfleet.kernels import head
+        from qfleet.replay import device_kernels
+
+        forward, x = self._forwards[group], self._inputs[group]
+        device_kernels.gather(stack.flatten(0, 1), self._frames[group], x, 4)
+        forward(x)
+        head.greedy(forward.h, forward.last, action)
