@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
-from qfleet.device import Captured, event, triton_works
+from qfleet.device import Captured, Mark, pinned, triton_works
 from qfleet.learner import Learned, Learner
 from qfleet.networks import QNetwork
 from qfleet.replay import Replay
@@ -26,7 +26,7 @@ LOW = torch.bfloat16
 class CapturedLearner(Learner):
     def __init__(self, config: Config, spec: Spec, device: torch.device) -> None:
         super().__init__(config, spec, device)
-        self.kernels = triton_works()
+        self.kernels = device.type == "cuda" and triton_works()
         self.by_hand = self.kernels and suits(config, spec)
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._lr, self._beta, self._q_mean = (torch.zeros(1, device=device) for _ in range(3))
@@ -117,27 +117,20 @@ class Report:
     """Two numbers on their way to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._device, self._host = (
-            torch.zeros(2, dtype=torch.float64, device=device),
-            torch.zeros(2, dtype=torch.float64),
-        )
-        self._event = event() if cuda else None
-        if cuda:
-            self._host = self._host.pin_memory()
+        self._device = torch.zeros(2, dtype=torch.float64, device=device)
+        self._host = pinned((2,), torch.float64, device)
+        self._arrived = Mark(device)
         self.updates = 0
 
     def queue(self, loss_sum: Tensor, q_mean: Tensor, updates: int) -> None:
         self._device[:1] = loss_sum
         self._device[1:] = q_mean
         self._host.copy_(self._device, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        self._arrived.record()
         self.updates = updates
 
     def read(self) -> tuple[float, float]:
-        if self._event is not None:
-            self._event.synchronize()
+        self._arrived.wait()
         total, q_mean = self._host.tolist()
         return total, q_mean
 

@@ -214,8 +214,9 @@ class ActingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    schedule: Literal["auto", "serial", "pipelined"] = opt(
-        "auto", "serial: collect, then update; pipelined: both at once (needs lag 1)"
+    schedule: Literal["auto", "serial", "pipelined", "streams"] = opt(
+        "auto",
+        "serial: collect, then update; pipelined: both at once, on a thread; streams: both at once, with replay and learner on a GPU (both need lag 1)",
     )
     lag: int = opt(0, "rounds between collecting a row and the first update that may use it (0 or 1)")
     groups: int = opt(
@@ -240,9 +241,9 @@ class RuntimeConfig:
         _check(self.log_every >= 1, "runtime.log_every", self.log_every, "at least 1")
         for name in ("checkpoint_every", "eval_every", "patience", "emulator_threads"):
             _check(getattr(self, name) >= 0, f"runtime.{name}", getattr(self, name), "0 or positive")
-        if self.schedule == "pipelined" and self.lag == 0:
+        if self.schedule in ("pipelined", "streams") and self.lag == 0:
             raise ConfigError(
-                "runtime.schedule is 'pipelined' with runtime.lag 0, but acting and learning at once means a lag of 1: add --runtime.lag 1."
+                f"runtime.schedule is {self.schedule!r} with runtime.lag 0, but acting and learning at once means a lag of 1: add --runtime.lag 1."
             )
 
 

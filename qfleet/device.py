@@ -6,7 +6,8 @@ On the CPU everything here is the plain thing: one stream, calls instead of grap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,69 @@ def triton_works() -> bool:
     return True
 
 
-def stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
-    """A queue of work. What is in an urgent one goes first wherever the device has a choice."""
-    return torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
+class Queue:
+    """Work in order: `with queue:` puts what is called into it. On the CPU work is done at once."""
+
+    def __init__(self, device: torch.device, urgent: bool = False) -> None:
+        """What is in an urgent one goes first wherever the device has a choice."""
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
+        self._inside: list[torch.cuda.StreamContext] = []
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._inside.append(torch.cuda.stream(self._stream))
+            self._inside[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._inside.pop().__exit__(*error)
+
+    def wait_for(self, other: Queue) -> None:
+        """What follows comes after what is in the other one now. The host does not wait."""
+        if self._stream is not None and other._stream is not None:
+            self._stream.wait_stream(other._stream)
 
 
-def event(timed: bool = False) -> torch.cuda.Event:
-    """A mark in a queue. Who waits for it sleeps: the cores belong to the environments."""
-    return torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+class Mark:
+    """A place in the current queue. Who waits for it sleeps: the cores belong to the environments."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def passed(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, other: Mark) -> float:
+        """Both must have been passed."""
+        if self._event is None or other._event is None:
+            return self._time - other._time
+        return float(other._event.elapsed_time(self._event)) / 1e3
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in main memory from which the device can copy by itself."""
+    zeros = torch.zeros(*shape, dtype=dtype)
+    return zeros.pin_memory() if device.type == "cuda" else zeros
+
+
+def settle(device: torch.device) -> None:
+    """Return when everything is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Branches:
@@ -40,7 +96,9 @@ class Branches:
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._streams = [stream(device) for _ in range(count)] if device.type == "cuda" else []
+        self._streams: list[torch.cuda.Stream] = []
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
         self._open: set[int] = set()
 
     @contextlib.contextmanager
@@ -85,7 +143,7 @@ class Captured:
             tensor.copy_(copy)
 
     def _record(self, device: torch.device) -> None:
-        side = stream(device)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):

@@ -333,7 +333,7 @@ class Optimizer:
         if self.decay:
             self.data.mul_(1.0 - lr * self.decay)
         if self.adam is not None:
-            self.adam(grad.numpy(), lr)
+            self.adam(grad.numpy(), float(lr))
             return
         self.step += 1
         if self.clip:

@@ -3,9 +3,8 @@
     environments' memory ──copy──▶ newest observations ─┬─▶ row t of the round (staged for the replay, on the device)
       (pinned)                                          └─▶ stack ─▶ network ─▶ best actions ──copy──▶ pinned ─▶ host
 
-Everything is queued on the current stream. `observe` launches it as one graph, `greedy` waits for its end: between them
-the host does something else. Two staging buffers take turns, since the replay copies a round's rows while the next one
-is being collected.
+Everything is queued on the current stream. Only `greedy` (and `settle`) wait for it. Two staging buffers take turns, since
+the replay copies a round's rows while the next one is being collected.
 """
 
 from __future__ import annotations
@@ -19,26 +18,27 @@ from torch import Tensor
 from qfleet import rng
 from qfleet.acting.actor import columns_of
 from qfleet.config import Config
-from qfleet.device import Captured, event, pin
+from qfleet.device import Captured, Mark, pin, pinned
 from qfleet.envs import Envs
 from qfleet.types import Array, Spec, State
 
 
 class _Group:
-    """The buffers of one group of environments, and the graph that acts for it."""
+    """The buffers of one group of environments, and the graphs that stack its observations and act for it."""
 
     def __init__(self, spec: Spec, size: int, device: torch.device) -> None:
         self.now = torch.zeros(size, *spec.obs_shape, dtype=spec.torch_dtype, device=device)
         self.first = torch.zeros(size, dtype=torch.bool, device=device)
         self.stack = torch.zeros(size, spec.frame_stack, *spec.obs_shape, dtype=spec.torch_dtype, device=device)
         self.action = torch.zeros(size, dtype=torch.int64, device=device)
-        self.host_obs = torch.zeros(size, *spec.obs_shape, dtype=spec.torch_dtype).pin_memory()
-        self.host_first = torch.zeros(size, dtype=torch.bool).pin_memory()
-        self.host_action = torch.zeros(size, dtype=torch.int64).pin_memory()
-        self.done = event()
-        self.graph: Captured | None = None
+        self.host_obs = pinned((size, *spec.obs_shape), spec.torch_dtype, device)
+        self.host_first = pinned((size,), torch.bool, device)
+        self.host_action = pinned((size,), torch.int64, device)
+        self.done = Mark(device)
+        self.push: Captured | None = None
+        self.act: Captured | None = None
 
-    def push(self) -> None:
+    def join_stack(self) -> None:
         """The newest observations join the stack; an episode's first one stands alone."""
         if self.stack.shape[1] > 1:
             keep = ~self.first.view(-1, *[1] * (self.stack.dim() - 1))
@@ -86,15 +86,14 @@ class DeviceActor:
         g.now.copy_(source, non_blocking=True)
         g.first.copy_(g.host_first, non_blocking=True)
         self.bytes += obs.nbytes + first.nbytes
-        if g.graph is None:
-            noise = None if self._noise is None else self._noise[self._columns[group]]
-            g.graph = Captured(lambda: self._act(group, noise), (g.stack,), self._device)
-        g.graph()
+        if g.push is None:
+            g.push = Captured(g.join_stack, (g.stack,), self._device)
+        g.push()
         g.done.record()
 
-    def _act(self, group: int, noise: Tensor | None) -> None:
+    def _act(self, group: int) -> None:
         g = self._groups[group]
-        g.push()
+        noise = None if self._noise is None else self._noise[self._columns[group]]
         self._best(group, g.stack.view(-1, *self._spec.input_shape), noise, g.action)
         g.host_action.copy_(g.action, non_blocking=True)
 
@@ -102,17 +101,22 @@ class DeviceActor:
         self._staging[self._round % 2][t, self._columns[group]] = self._groups[group].now
 
     def greedy(self, group: int) -> Array:
-        self.settle(group)
-        actions: Array = self._groups[group].host_action.numpy()
+        g = self._groups[group]
+        if g.act is None:
+            g.act = Captured(lambda: self._act(group), (), self._device)
+        g.act()
+        g.done.record()
+        g.done.wait()
+        actions: Array = g.host_action.numpy()
         return actions
 
     def settle(self, group: int) -> None:
-        self._groups[group].done.synchronize()
+        self._groups[group].done.wait()
 
     def buffer(self, shape: tuple[int, ...], dtype: str) -> Array:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        pinned: Array = torch.zeros(size, dtype=torch.uint8).pin_memory().numpy()
-        return pinned.view(dtype).reshape(shape)
+        memory: Array = pinned((size,), torch.uint8, self._device).numpy()
+        return memory.view(dtype).reshape(shape)
 
     def rows(self) -> Tensor:
         return self._staging[self._round % 2]

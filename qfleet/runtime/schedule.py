@@ -31,7 +31,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from qfleet.device import event, stream
+from qfleet.device import Mark, Queue, settle
 from qfleet.types import Step
 
 T = TypeVar("T")
@@ -115,25 +115,25 @@ class Pipelined:
 
 
 class Streams:
-    """Learning is queued on a stream of its own, while the calling thread steps the environments. Lag 1."""
+    """Learning is queued on the device, while the calling thread steps the environments. Lag 1."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, threads: int) -> None:
         self._device = device
-        self._learner, self._acting = stream(device), stream(device, urgent=True)
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._learner, self._acting = Queue(device), Queue(device, urgent=True)
+        self._spans: deque[tuple[Mark, Mark]] = deque()
         self._learn_seconds = self.wait_seconds = 0.0
-        torch.set_num_threads(1)
+        torch.set_num_threads(1 if device.type == "cuda" else threads)
 
     def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
-        began, ended = event(timed=True), event(timed=True)
-        with torch.cuda.stream(self._learner):
+        began, ended = Mark(self._device), Mark(self._device)
+        with self._learner:
             began.record()
             learned = learn()
             ended.record()
-        with torch.cuda.stream(self._acting):
+        with self._acting:
             rows = collect()
-        self._learner.wait_stream(self._acting)
-        with torch.cuda.stream(self._learner):
+        self._learner.wait_for(self._acting)
+        with self._learner:
             store(rows)
         self._spans.append((began, ended))
         return learned
@@ -141,20 +141,20 @@ class Streams:
     @contextmanager
     def publishing(self) -> Iterator[None]:
         """What acting read last has been read: the host has seen the actions."""
-        with torch.cuda.stream(self._learner):
+        with self._learner:
             yield
-        self._acting.wait_stream(self._learner)
+        self._acting.wait_for(self._learner)
 
     @property
     def learn_seconds(self) -> float:
         """Time in which the learner's stream was at work, as far as it is known."""
-        while self._spans and self._spans[0][1].query():  # type: ignore[no-untyped-call]
+        while self._spans and self._spans[0][1].passed():
             began, ended = self._spans.popleft()
-            self._learn_seconds += began.elapsed_time(ended) / 1e3
+            self._learn_seconds += ended.seconds_since(began)
         return self._learn_seconds
 
     def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+        settle(self._device)
 
     def close(self) -> None:
         self.wait()

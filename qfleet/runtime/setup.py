@@ -30,7 +30,7 @@ def pick_device(name: str, same_as: torch.device | None = None) -> str:
     return name
 
 
-def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
+def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device: torch.device) -> Config:
     """What may depend on the machine, settled once: a resumed or repeated run reads it from config.yaml."""
     # Overlapping pays only with a core left over for the environments: on 2 cores a learner of 2 threads that shares
     # them trains Pong at 157 steps/s, and in turn with them at 186 (same lag, same numbers).
@@ -44,7 +44,8 @@ def resolve(config: Config, made: envs.Envs, device: torch.device) -> Config:
     if config.learner.precision == "auto":
         choices["learner.precision"] = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     if config.runtime.schedule == "auto":
-        choices["runtime.schedule"] = "pipelined" if pipelined else "serial"
+        streams = config.runtime.lag == 1 and device.type == replay_device.type == "cuda"
+        choices["runtime.schedule"] = "streams" if streams else "pipelined" if pipelined else "serial"
     return override(config, choices)
 
 

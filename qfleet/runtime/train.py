@@ -72,20 +72,21 @@ class Trainer:
         """Everything but the environments, which may be processes that must not outlive a failure here."""
         run_dir, progress = self.run_dir, self.progress
         wanted_compile = config.learner.compile == "on"
-        self.config = config = resolve(config, self.envs, device)
+        replay_device = torch.device(pick_device(config.replay.device, device))
+        self.config = config = resolve(config, self.envs, device, replay_device)
         spec = self.envs.spec
-        replay_device = pick_device(config.replay.device, device)
         Replay.check_memory(config, spec, replay_device)
         absent = not run_dir.exists()
         if not resume:
             prepare(run_dir)
         self._open.enter_context(lock(run_dir))
         self._new = absent
-        for line in summary(config, self.envs, replay_device):
+        for line in summary(config, self.envs, str(replay_device)):
             progress.message(line)
         if wanted_compile and config.learner.compile == "off":
             progress.message("  note          no C++ compiler here (g++ or clang++): learner.compile is off")
-        self.replay = Replay(config, spec, replay_device, seed=config.seed)
+        on_device = config.runtime.schedule == "streams" or replay_device.type == "cuda"
+        self.replay = Replay(config, spec, replay_device, seed=config.seed, on_host=not on_device)
         self.limiter = Limiter(config)
         self._make_parts(config, spec, device)
         self._eval_envs: envs.Envs | None = None
@@ -112,18 +113,19 @@ class Trainer:
     def _make_parts(self, config: Config, spec: Spec, device: torch.device) -> None:
         """Learner, schedule, and who acts."""
         acting_device = torch.device(pick_device(config.acting.device, device))
-        pipelined = config.runtime.schedule == "pipelined"
         self.learner: Learner
         self.schedule: Schedule
-        on_gpu = device.type == "cuda" and self.replay.device.type == "cuda"
-        if on_gpu:
-            self.learner, self.schedule = CapturedLearner(config, spec, device), Streams(device)
+        schedule, threads = config.runtime.schedule, config.learner.threads
+        if schedule == "streams":
+            self.schedule = Streams(device, threads)
+        elif schedule == "pipelined":
+            self.schedule = Pipelined(threads)
         else:
-            self.learner = Learner(config, spec, device)
-            threads = config.learner.threads
-            self.schedule = Pipelined(threads) if pipelined else Serial(config.runtime.lag, threads)
+            self.schedule = Serial(config.runtime.lag, threads)
+        captured = schedule == "streams" or device.type == self.replay.device.type == "cuda"
+        self.learner = (CapturedLearner if captured else Learner)(config, spec, device)
         self._open.callback(self.schedule.close)
-        copied = on_gpu or pipelined or acting_device != device
+        copied = captured or schedule == "pipelined" or acting_device != device
         net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
         self._acting_copy = Flat(net, acting_device) if copied else None
         self.policy = Policy(net, config, spec, acting_device)
@@ -132,8 +134,9 @@ class Trainer:
         actor: Actor
         if isinstance(self.learner, CapturedLearner) and acting_device == device:
             self._best = Best(self.learner, net, sizes)
-            actor = DeviceActor(config, spec, self.groups, device, net.noise_size, self._best)
-            self._open.callback(actor.close)
+            on_device = DeviceActor(config, spec, self.groups, device, net.noise_size, self._best)
+            self._open.callback(on_device.close)
+            actor = on_device
         else:
             actor = HostActor(config, spec, self.policy, sizes)
         self.collector = Collector(config, self.groups, actor)

@@ -1,0 +1,107 @@
+"""The schedule of a GPU, run on the CPU: the same parts, uncaptured, give the numbers of the other schedules."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qfleet import recipes
+from qfleet.captured import CapturedLearner
+from qfleet.config import Config, override
+from qfleet.runtime.progress import Progress
+from qfleet.runtime.train import Trainer
+
+SMALL = {
+    "env.num_envs": 4, "network.hidden": (32, 32), "network.atoms": 11, "replay.capacity": 2000, "replay.min_steps": 100,
+    "learner.batch_size": 16, "runtime.steps_per_round": 16, "runtime.lag": 1, "runtime.log_every": 100, "total_steps": 1500,
+    "learner.target_interval": 7, "runtime.eval_every": 0, "runtime.checkpoint_every": 0, "acting.epsilon_steps": 500,
+}  # fmt: skip
+
+
+def config_of(recipe: str, **settings: Any) -> Config:
+    return override(recipes.make(recipe, "CartPole-v1"), SMALL | {k.replace("__", "."): v for k, v in settings.items()})
+
+
+def rounds(config: Config, folder: Path, count: int) -> Trainer:
+    with Progress(1, "", silent=True) as progress:
+        trainer = Trainer(config, folder, progress)
+        for _ in range(count):
+            trainer._publish()
+            trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn)
+        trainer.schedule.wait()
+        trainer.close()
+    return trainer
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("c51", {"learner__double": True, "learner__optimizer": "sgd"}),
+        ("qr", {"learner__double": True, "learner__optimizer": "rmsprop"}),
+        ("iqn", {"network__dueling": True, "network__atoms": 4, "learner__tau": 0.1, "learner__optimizer": "sgd"}),
+        (
+            "c51",
+            {
+                "learner__double": True,
+                "network__noisy": True,
+                "env__frame_stack": 2,
+                "learner__n_step": 3,
+                "learner__optimizer": "sgd",
+            },
+        ),
+    ],
+    ids=["c51", "qr", "iqn", "noisy stack"],
+)
+def test_streams_equal_pipelined(recipe: str, settings: dict[str, Any], groups: int, tmp_path: Path) -> None:
+    """To the bit: the same draws, the same operations, at the same lag. (Not with Adam: its learning rate is a float32
+    tensor here, and a Python number there.)"""
+    config = config_of(recipe, runtime__groups=groups, **settings)
+    plain = rounds(override(config, {"runtime.schedule": "pipelined"}), tmp_path / "a", 60)
+    ours = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 60)
+    assert isinstance(ours.learner, CapturedLearner) and not isinstance(plain.learner, CapturedLearner)
+    assert ours.learner.updates == plain.learner.updates > 50
+    assert ours.collector.steps == plain.collector.steps
+    assert torch.equal(ours.learner.flat.data, plain.learner.flat.data)
+    assert torch.equal(ours.learner.target.data, plain.learner.target.data)
+    assert ours.collector.episodes.state()["returns"] == plain.collector.episodes.state()["returns"]
+
+
+@pytest.mark.parametrize("recipe", ["munchausen", "per", "rainbow"])
+def test_streams_are_close_where_kernels_round_otherwise(recipe: str, tmp_path: Path) -> None:
+    """A hand-written MLP and numba's tree on one side, autograd and torch on the other: the first updates agree closely."""
+    config = config_of(recipe)
+    plain = rounds(override(config, {"runtime.schedule": "pipelined"}), tmp_path / "a", 10)
+    ours = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 10)
+    assert ours.learner.updates == plain.learner.updates > 4
+    torch.testing.assert_close(ours.learner.flat.data, plain.learner.flat.data, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", recipes.NAMES)
+def test_every_recipe_trains_with_streams_and_resumes(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped and resumed in the middle, with steps in flight, it ends as if it had not been."""
+    config = config_of(
+        recipe, runtime__schedule="streams", runtime__groups=2, total_steps=600, runtime__checkpoint_every=300
+    )
+    with Progress(1, "", silent=True) as progress:
+        whole = Trainer(config, tmp_path / "whole", progress)
+        whole.run()
+        half = Trainer(config, tmp_path / "half", progress)
+        between = half._between_rounds
+
+        def interrupted(before: int, step: int, learned: Any) -> None:
+            half.signal = signal.SIGTERM if step >= 300 else None
+            between(before, step, learned)
+
+        monkeypatch.setattr(half, "_between_rounds", interrupted)
+        half.run()
+        assert half.stop_reason == "signal"
+        again = Trainer(config, tmp_path / "half", progress, resume=True)
+        assert 300 <= again.collector.steps < 400
+        again.run()
+    assert again.learner.updates == whole.learner.updates > 10
+    assert torch.equal(again.learner.flat.data, whole.learner.flat.data)
