@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +28,7 @@ from qfleet.config import Config, dump_yaml
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
+from qfleet.runtime.background import Background
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.metrics import Metrics
@@ -38,6 +39,7 @@ from qfleet.types import Spec, State, Step
 
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+EVALUATION_WORKERS = 4  # processes of an evaluation beside the training
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
 
@@ -98,10 +100,14 @@ class Trainer:
         self.lr_scale = 1.0
         self._loss_sum, self._q_mean, self._window_updates = 0.0, 0.0, 0
         self._before = 0.0  # seconds of earlier incarnations
+        self._background: Background | None = None
+        if device.type == "cuda" and config.runtime.eval_every:
+            self._evaluate_beside()
         self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
         self.stop_reason = ""
         self.signal: int | None = None
         position = self._load() if resume else None
+        self._evaluations_begun = self.collector.steps // (config.runtime.eval_every or 1)
         if not resume:
             self.collector.start()
             dump_yaml(config, run_dir / "config.yaml", versions(config))
@@ -211,8 +217,14 @@ class Trainer:
             self._log(step)
         if finished:
             self.stop_reason = "total_steps"
-        if crossed(before, step, c.eval_every) or finished:
+        background = self._background
+        if background is not None and (result := background.result()):
+            self._judge(result, self._background_state())
+        if finished or (background is None and crossed(before, step, c.eval_every)):
             self._evaluate(step)
+        elif background is not None and not background.busy and step // c.eval_every > self._evaluations_begun:
+            self._evaluations_begun = step // c.eval_every
+            self._begin_evaluation(background, step)
         if self.signal is not None:
             self.stop_reason = "signal"
         if crossed(before, step, c.checkpoint_every):
@@ -256,18 +268,34 @@ class Trainer:
         }
 
     def _evaluate(self, step: int) -> None:
-        c = self.config.runtime
+        """Now, while nothing else happens."""
         began = time.perf_counter()
+        if self._background is not None and (earlier := self._background.result(wait=True)):
+            self._judge(earlier, self._background_state())
         self._publish()
         self.schedule.wait()
         result = self.evaluate(step)
         self._evaluation_due = result is None
-        if result is None:
-            return
+        if result is not None:
+            self._judge(result, self._state())
+        self._marks["wall"] += time.perf_counter() - began  # evaluation is not training time
+
+    def _begin_evaluation(self, background: Background, step: int) -> None:
+        with self.schedule.publishing():
+            background.start(self.learner.flat, rng.derive(self.config.seed, f"evaluation {step}"), step)
+
+    def _background_state(self) -> State:
+        """What a best checkpoint needs, of the parameters that were evaluated beside the training."""
+        assert self._background is not None
+        return {"spec": asdict(self.envs.spec), "learner": {"model": self._background.policy.net.state_dict()}}
+
+    def _judge(self, result: Evaluation, state: State) -> None:
+        """What follows from an evaluation; `state` is what was evaluated."""
+        c = self.config.runtime
         better = self.best is None or result.mean_return > self.best
         if better or result.mean_return == self.best:  # of equals, the newest is kept
             self.best = result.mean_return
-            self.checkpoints.save_best(step, self._state())
+            self.checkpoints.save_best(result.step, state)
         if better:
             self.evaluations_since_best = 0
         else:
@@ -280,13 +308,25 @@ class Trainer:
             "eval/std_reward": result.std_return,
             "eval/best_mean_reward": self.best or 0.0,
         }
-        self.metrics.write(step, values)
-        self.progress.update(step, values)
+        self.metrics.write(result.step, values)
+        self.progress.update(self.collector.steps, values)
         if c.stop_at is not None and result.mean_return >= c.stop_at:
             self.stop_reason = "stop_at"
         elif c.patience and self.evaluations_since_best >= c.patience:
             self.stop_reason = "patience"
-        self._marks["wall"] += time.perf_counter() - began  # evaluation is not training time
+
+    def _evaluate_beside(self) -> None:
+        """From now on evaluations do not stop the training."""
+        config, spec = self.config, self.envs.spec
+        net = networks.build(config, spec).to(self.learner.device).eval()
+        env = replace(config.env, vectorize="subprocess") if self.envs.frame_skip > 1 else config.env
+        seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
+        self._background = Background(
+            Policy(net, config, spec, self.learner.device),
+            lambda: envs.make(env, seed=seed, num_envs=min(episodes, evaluation.MAX_ENVS), threads=EVALUATION_WORKERS),
+            episodes,
+        )
+        self._open.callback(self._background.close)
 
     def evaluate(self, step: int) -> Evaluation | None:
         """None if a signal came. Greedy episodes on separate environments, kept open between evaluations; the seed depends on the step alone."""

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from qfleet import recipes
+from qfleet import recipes, rng
+from qfleet.api import load_policy
 from qfleet.captured import CapturedLearner
 from qfleet.config import Config, override
+from qfleet.learner import Flat
+from qfleet.runtime import evaluation, metrics
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.train import Trainer
 
@@ -105,3 +108,37 @@ def test_every_recipe_trains_with_streams_and_resumes(
         again.run()
     assert again.learner.updates == whole.learner.updates > 10
     assert torch.equal(again.learner.flat.data, whole.learner.flat.data)
+
+
+def test_evaluation_beside_training(tmp_path: Path) -> None:
+    """Its results are those of the parameters at the step it began; the best of them is what the checkpoint holds."""
+    config = config_of("munchausen", total_steps=2500, runtime__eval_every=500, runtime__eval_episodes=4)
+    with Progress(1, "", silent=True) as progress:
+        trainer = Trainer(config, tmp_path / "run", progress)
+        trainer._evaluate_beside()
+        background = trainer._background
+        assert background is not None
+        began: dict[int, torch.Tensor] = {}
+        start = background.start
+
+        def remembered(parameters: Any, seed: int, step: int) -> None:
+            began[step] = parameters.data.clone()
+            start(parameters, seed, step)
+
+        background.start = remembered  # type: ignore[method-assign]
+        trainer.run()
+    rows = [row for row in metrics.read(tmp_path / "run") if "eval/mean_reward" in row]
+    steps = [int(row["step"]) for row in rows]
+    assert len(began) >= 2 and set(began) <= set(steps) and steps[-1] == trainer.collector.steps
+    saved, _ = load_policy(tmp_path / "run")
+    best = max(row["eval/mean_reward"] for row in rows)
+    best_step = max(int(row["step"]) for row in rows if row["eval/mean_reward"] == best)
+    expected = began.get(best_step, trainer.learner.flat.data)
+    assert torch.equal(Flat(saved.net, torch.device("cpu")).data, expected)
+    for row in rows[:-1]:  # the same games again, after the fact
+        flat = Flat(background.policy.net, torch.device("cpu"))
+        flat.data.copy_(began[int(row["step"])])
+        with evaluation.make_envs(config.env, 4, 1, 1) as games:
+            seed = rng.derive(config.seed, f"evaluation {int(row['step'])}")
+            again = evaluation.play(background.policy, games, 4, seed, 0)
+        assert again is not None and again.mean_return == row["eval/mean_reward"]

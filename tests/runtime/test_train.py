@@ -290,6 +290,9 @@ def test_api_run(tmp_path: Path) -> None:
     assert run.metrics[0]["step"] > 0 and "rollout/exploration_rate" in run.metrics[0]
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize(
     ("lag", "threads", "cores", "expected"),
     [(0, 1, 8, "serial"), (1, 1, 1, "serial"), (1, 1, 2, "pipelined"), (1, 2, 2, "serial"), (1, 2, 4, "pipelined")],
@@ -300,7 +303,7 @@ def test_auto_overlaps_where_a_core_is_left_for_the_environments(
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     config = override(recipes.make("dqn", "CartPole-v1"), {"runtime.lag": lag, "learner.threads": threads})
     with envs.make(config.env, seed=1, threads=1) as made:
-        assert resolve(config, made, torch.device("cpu")).runtime.schedule == expected
+        assert resolve(config, made, CPU, CPU).runtime.schedule == expected
 
 
 def test_small_helpers() -> None:

@@ -1,0 +1,74 @@
+"""Evaluation beside training: a thread, environments and a copy of the network of its own.
+
+| who      | waits for                                  | unblocked by                                         |
+|----------|--------------------------------------------|------------------------------------------------------|
+| thread   | the copy of the parameters; then its games | the learner's queue; the environments                |
+| training | nothing: it asks `result` between rounds   |                                                      |
+| `close`  | the thread                                 | the thread, which looks at `stop` after every step   |
+
+Twenty games of Atari take seconds, in which a GPU would otherwise train nothing. The result belongs to the step the copy
+was made at, and the copy stays until the next `start`: it is what the best checkpoint saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from qfleet.acting.policy import Policy
+from qfleet.device import Mark, Queue
+from qfleet.envs import Envs
+from qfleet.learner import Flat
+from qfleet.runtime import evaluation
+from qfleet.runtime.evaluation import Evaluation
+
+
+class Background:
+    """One evaluation at a time."""
+
+    def __init__(self, policy: Policy, make_envs: Callable[[], Envs], episodes: int) -> None:
+        self.policy, self._make_envs, self._episodes = policy, make_envs, episodes
+        self._flat, self._copied, self._queue = (
+            Flat(policy.net, policy.device),
+            Mark(policy.device),
+            Queue(policy.device),
+        )
+        self._envs: Envs | None = None
+        self._stop = False
+        self._pool = ThreadPoolExecutor(1, "evaluation")
+        self._running: Future[Evaluation | None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    @torch.no_grad()
+    def start(self, parameters: Flat, seed: int, step: int) -> None:
+        """Copy the parameters, in the current queue, and play with them."""
+        assert not self.busy
+        self._flat.copy_(parameters)
+        self._copied.record()
+        self._running = self._pool.submit(self._play, seed, step)
+
+    def result(self, wait: bool = False) -> Evaluation | None:
+        """That of the evaluation that was started, once."""
+        if self._running is None or not (wait or self._running.done()):
+            return None
+        result = self._running.result()
+        self._running = None
+        return result
+
+    def _play(self, seed: int, step: int) -> Evaluation | None:
+        self._copied.wait()
+        if self._envs is None:
+            self._envs = self._make_envs()
+        with self._queue:
+            return evaluation.play(self.policy, self._envs, self._episodes, seed, step, stop=lambda: self._stop)
+
+    def close(self) -> None:
+        self._stop = True
+        self._pool.shutdown()
+        if self._envs is not None:
+            self._envs.close()
