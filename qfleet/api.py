@@ -25,7 +25,7 @@ from qfleet.runtime.train import Trainer
 from qfleet.types import Spec
 
 # Settled on the machine a run was made on: not taken over when its config.yaml serves as --config.
-MACHINE = ("run_dir", "device", "env.vectorize", "runtime.schedule")
+MACHINE = ("run_dir", "device", "env.vectorize", "runtime.schedule", "learner.precision")
 # What --resume may change: nothing that alters the numbers of the run.
 RESUMABLE = (
     "total_steps",
@@ -36,6 +36,7 @@ RESUMABLE = (
     "runtime.keep",
     "runtime.stop_at",
     "runtime.patience",
+    "runtime.watchdog",
 )
 
 

@@ -231,6 +231,9 @@ class RuntimeConfig:
     patience: int = opt(0, "stop after this many evaluations without a new best; 0 = never")
     log_every: int = opt(1000, "steps between lines of metrics")
     emulator_threads: int = opt(0, "threads or processes that step environments; 0 = one per core")
+    watchdog: float = opt(
+        300.0, "seconds after which environments that do not answer end the run, with a checkpoint; 0 = never"
+    )
 
     def __post_init__(self) -> None:
         _check(self.lag in (0, 1), "runtime.lag", self.lag, "0 or 1")
@@ -239,7 +242,7 @@ class RuntimeConfig:
         _check(self.eval_episodes >= 1, "runtime.eval_episodes", self.eval_episodes, "at least 1")
         _check(self.keep >= 1, "runtime.keep", self.keep, "at least 1")
         _check(self.log_every >= 1, "runtime.log_every", self.log_every, "at least 1")
-        for name in ("checkpoint_every", "eval_every", "patience", "emulator_threads"):
+        for name in ("checkpoint_every", "eval_every", "patience", "emulator_threads", "watchdog"):
             _check(getattr(self, name) >= 0, f"runtime.{name}", getattr(self, name), "0 or positive")
         if self.schedule in ("pipelined", "streams") and self.lag == 0:
             raise ConfigError(

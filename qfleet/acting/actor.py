@@ -19,6 +19,12 @@ from qfleet.types import Array, Spec, State
 class Actor(Protocol):
     """Environments come in groups, which own neighbouring columns of a row."""
 
+    wait_seconds: float  # in which the host waited for actions
+    transfer_bytes: int  # of observations that were sent to the device
+
+    @property
+    def transfer_seconds(self) -> float: ...
+
     def begin_round(self, tick: int) -> None:
         """Noisy layers get new noise: one sample per environment and round."""
         ...
@@ -81,6 +87,8 @@ class HostActor:
 
     def __init__(self, config: Config, spec: Spec, policy: Policy, sizes: Sequence[int]) -> None:
         n, self._columns = sum(sizes), columns_of(sizes)
+        self.wait_seconds = self.transfer_seconds = 0.0
+        self.transfer_bytes = 0
         self._policy = policy
         self._noise_key = rng.key(config.seed, "acting noise")
         self._noise: Tensor | None = None

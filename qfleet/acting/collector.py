@@ -103,6 +103,7 @@ class Collector:
         self._columns = columns_of([envs.num_envs for envs in groups])
         self._ahead = len(groups) > 1  # steps stay in flight between rounds
         self._received: list[EnvStep | None] = [None] * len(groups)  # a step that a checkpoint had to wait for
+        self.waiting: tuple[int, float] | None = None  # for the step of which group, and since when
         self.steps = self.ticks = 0
         self.episodes = Episodes(n)
         self.env_seconds = self.act_seconds = 0.0
@@ -153,13 +154,19 @@ class Collector:
         else:
             action = np.where(explore, action, self.actor.greedy(g))
         self._sent[columns] = action
-        self.act_seconds += time.perf_counter() - began
+        sent = time.perf_counter()
+        self.act_seconds += sent - began
+        self.waiting = (g, sent)
         self.groups[g].send(action)
+        self.waiting = None
+        self.env_seconds += time.perf_counter() - sent
 
     def _finish(self, g: int, t: int, into: _Staging) -> None:
         """What the step in flight gave completes row t of a group."""
         began, c = time.perf_counter(), self._columns[g]
+        self.waiting = (g, began)
         s, self._received[g] = self._received[g] or self.groups[g].recv(), None
+        self.waiting = None
         stepped = time.perf_counter()
         self.actor.stage(g, t)
         into.first[t, c] = self._now_first[c]
@@ -198,12 +205,13 @@ class Collector:
     def epsilon_mean(self) -> float:
         return float(epsilon(self.config.acting, self.steps, len(self._sent)).mean())
 
-    def state(self) -> State:
-        if self._ahead:  # nothing may move while the environments are looked at
+    def state(self, stuck: bool = False) -> State:
+        """`stuck`: without the environments, which do not answer."""
+        if self._ahead and not stuck:  # nothing may move while the environments are looked at
             for g, envs in enumerate(self.groups):
                 if self._received[g] is None:
                     self._received[g] = EnvStep(*(field.copy() for field in envs.recv()))
-        saved = [state for envs in self.groups if (state := envs.state()) is not None]
+        saved = [] if stuck else [state for envs in self.groups if (state := envs.state()) is not None]
         received = [s._asdict() for s in self._received if s is not None]
         return {
             "steps": self.steps,

@@ -9,6 +9,7 @@ the replay copies a round's rows while the next one is being collected.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from qfleet import rng
 from qfleet.acting.actor import columns_of
 from qfleet.config import Config
-from qfleet.device import Captured, Mark, pin, pinned
+from qfleet.device import Captured, Mark, Spans, pin, pinned
 from qfleet.envs import Envs
 from qfleet.types import Array, Spec, State
 
@@ -68,7 +69,9 @@ class DeviceActor:
         self._round = 0
         self._noise_key = rng.key(config.seed, "acting noise")
         self._noise = torch.zeros(n, noise_size, device=device) if noise_size else None
-        self.bytes = 0  # that went to the device
+        self._transfers = Spans(device)
+        self.transfer_bytes = 0
+        self.wait_seconds = 0.0
 
     def begin_round(self, tick: int) -> None:
         self._round += 1
@@ -83,9 +86,10 @@ class DeviceActor:
         if self._pinned[group] is None:
             source = g.host_obs.copy_(source)
         g.host_first.copy_(torch.from_numpy(first))
-        g.now.copy_(source, non_blocking=True)
-        g.first.copy_(g.host_first, non_blocking=True)
-        self.bytes += obs.nbytes + first.nbytes
+        with self._transfers:
+            g.now.copy_(source, non_blocking=True)
+            g.first.copy_(g.host_first, non_blocking=True)
+        self.transfer_bytes += obs.nbytes + first.nbytes
         if g.push is None:
             g.push = Captured(g.join_stack, (g.stack,), self._device)
         g.push()
@@ -106,12 +110,18 @@ class DeviceActor:
             g.act = Captured(lambda: self._act(group), (), self._device)
         g.act()
         g.done.record()
-        g.done.wait()
+        self.settle(group)
         actions: Array = g.host_action.numpy()
         return actions
 
     def settle(self, group: int) -> None:
+        began = time.perf_counter()
         self._groups[group].done.wait()
+        self.wait_seconds += time.perf_counter() - began
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self._transfers.seconds
 
     def buffer(self, shape: tuple[int, ...], dtype: str) -> Array:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize

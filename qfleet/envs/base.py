@@ -68,7 +68,15 @@ class Envs(Protocol):
         """Continue from a snapshot, in environments made with the same config and number."""
         ...
 
+    def awaited(self) -> str:
+        """Who has not answered yet, when a step takes too long."""
+        return f"{self.num_envs} environments"
+
     def close(self) -> None: ...
+
+    def kill(self) -> None:
+        """End what would outlive this process because it is stuck."""
+        return
 
     def __enter__(self) -> Self:
         return self

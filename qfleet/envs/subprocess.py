@@ -106,6 +106,7 @@ class Subprocess(Envs):
         self.spec, self.num_envs, self.notes, self.frame_skip = spec, len(seeds), notes, frame_skip
         self._name = name
         self._seeds: Sequence[int | None] = seeds
+        self._awaited = 0
         workers = min(workers, self.num_envs)
         edges = [self.num_envs * w // workers for w in range(workers + 1)]
         self._parts = [slice(lo, hi) for lo, hi in itertools.pairwise(edges)]
@@ -165,6 +166,10 @@ class Subprocess(Envs):
                 process.wait()
         self._sockets, self._processes = [], []
 
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
     def _start(self, job: tuple[Any, ...], memory: int) -> None:
         ours, theirs = Pipe()
         fds = (theirs.fileno(), memory)
@@ -196,8 +201,11 @@ class Subprocess(Envs):
         except OSError:
             self._died(worker)
 
+    def awaited(self) -> str:
+        return self._label(self._awaited)
+
     def _receive(self, worker: int) -> Any:
-        socket = self._sockets[worker]
+        socket, self._awaited = self._sockets[worker], worker
         try:
             reply = os.read(socket.fileno(), 1)
             if reply == DONE:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:  # rich is imported only for a terminal: it costs 50 ms that a
 
 REFRESH_SECONDS = 0.25
 SHARES = (
-    ("pipeline/env", "environment", "green"),
+    ("pipeline/env", "envs", "green"),
     ("pipeline/act", "acting", "cyan"),
     ("pipeline/learn", "learning", "magenta"),
+    ("pipeline/transfer", "transfer", "yellow"),
     ("pipeline/wait", "waiting", "bright_black"),
 )
 
@@ -149,7 +150,21 @@ class Progress:
         bar, legend = _stacked([(label, value(name, 0.0), style) for name, label, style in SHARES])
         grid.add_row("time", bar)
         grid.add_row("", legend)
+        if limit := bottleneck(self._values):
+            grid.add_row("limit", Text(limit))
         return Panel(grid, title=Text(self._title), title_align="left", expand=False, padding=(0, 1))
+
+
+def bottleneck(values: Mapping[str, float]) -> str:
+    """What the run waits for most: making that faster makes the run faster."""
+    if "pipeline/env" not in values:
+        return ""
+    env, act, learn, wait = (values.get(f"pipeline/{name}", 0.0) for name in ("env", "act", "learn", "wait"))
+    if learn > 0.9 or learn > env + act + wait:  # shares of the time; learning may go on beside the others
+        return "learning: fewer samples per step or a faster device would help"
+    if env >= act + wait:
+        return "environments: more cores or faster environments would help"
+    return "acting: more environments per group would help"
 
 
 def is_terminal() -> bool:

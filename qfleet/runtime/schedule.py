@@ -23,15 +23,14 @@ Shutdown: `close` joins the thread, or the GPU; a round in flight is always fini
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from qfleet.device import Mark, Queue, settle
+from qfleet.device import Queue, Spans, settle
 from qfleet.types import Step
 
 T = TypeVar("T")
@@ -85,10 +84,11 @@ class Pipelined:
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
         self.learn_seconds = self.wait_seconds = 0.0
+        self._learning: Future[Any] | None = None
         torch.set_num_threads(1)
 
     def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
-        future = self._pool.submit(self._timed, learn)
+        self._learning = future = self._pool.submit(self._timed, learn)
         try:
             rows = collect()
         finally:  # a failing environment must not leave the learner running behind our back
@@ -108,7 +108,8 @@ class Pipelined:
         return nullcontext()
 
     def wait(self) -> None:
-        pass  # `round` ends with the join
+        if self._learning is not None:
+            wait([self._learning])
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -120,22 +121,18 @@ class Streams:
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device = device
         self._learner, self._acting = Queue(device), Queue(device, urgent=True)
-        self._spans: deque[tuple[Mark, Mark]] = deque()
-        self._learn_seconds = self.wait_seconds = 0.0
+        self._spans = Spans(device)
+        self.wait_seconds = 0.0
         torch.set_num_threads(1 if device.type == "cuda" else threads)
 
     def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
-        began, ended = Mark(self._device), Mark(self._device)
-        with self._learner:
-            began.record()
+        with self._learner, self._spans:
             learned = learn()
-            ended.record()
         with self._acting:
             rows = collect()
         self._learner.wait_for(self._acting)
         with self._learner:
             store(rows)
-        self._spans.append((began, ended))
         return learned
 
     @contextmanager
@@ -148,10 +145,7 @@ class Streams:
     @property
     def learn_seconds(self) -> float:
         """Time in which the learner's stream was at work, as far as it is known."""
-        while self._spans and self._spans[0][1].passed():
-            began, ended = self._spans.popleft()
-            self._learn_seconds += ended.seconds_since(began)
-        return self._learn_seconds
+        return self._spans.seconds
 
     def wait(self) -> None:
         settle(self._device)

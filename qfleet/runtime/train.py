@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -35,6 +36,7 @@ from qfleet.runtime.metrics import Metrics
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
 from qfleet.runtime.setup import lock, pick_device, prepare, resolve, summary, versions
+from qfleet.runtime.watchdog import Watchdog
 from qfleet.types import Spec, State, Step
 
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
@@ -152,6 +154,8 @@ class Trainer:
     def run(self) -> None:
         """Train until total_steps, an early stop or a signal; each of these leaves a checkpoint."""
         previous = self._catch_signals()
+        if seconds := self.config.runtime.watchdog:
+            self._open.callback(Watchdog(self.collector, seconds, self._stuck).close)
         if self.collector.steps >= self.config.total_steps:
             self.stop_reason = "total_steps"  # a finished run, resumed
         try:
@@ -175,6 +179,23 @@ class Trainer:
 
     def close(self) -> None:
         self._open.close()
+
+    def _stuck(self, group: int) -> None:
+        """Called by the watchdog, while the training thread waits for environments that do not answer."""
+        who, seconds = self.groups[group].awaited(), self.config.runtime.watchdog
+        message = f"{who} did not answer for {seconds:g} s, and the run cannot go on."
+        try:
+            self.schedule.wait()
+            self._save(stuck=True)
+            message += f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
+        except Exception as e:  # whatever fails here, the process must end, and say why
+            message += f" Saving failed: {e}. {self._last_checkpoint()}"
+        finally:
+            self.progress.close()
+            for each in self.groups:
+                each.kill()
+            print(f"qfleet: error: {message} (--runtime.watchdog sets the time.)", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _store(self, rows: Step) -> None:
         self.replay.extend(rows)
@@ -242,8 +263,14 @@ class Trainer:
         values["train/n_updates"] = self.learner.updates
         values["time/steps_per_second"] = (now["steps"] - then["steps"]) / wall
         values["time/updates_per_second"] = (now["updates"] - then["updates"]) / wall
-        for name in ("env", "act", "learn", "wait"):
+        for name in ("env", "act", "learn", "transfer", "wait"):
             values[f"pipeline/{name}"] = (now[name] - then[name]) / wall
+        values["pipeline/transfer_mb_per_second"] = (now["bytes"] - then["bytes"]) / 1e6 / wall
+        if steps := now["steps"] - then["steps"]:
+            values["pipeline/samples_per_step"] = (
+                (now["updates"] - then["updates"]) * self.config.learner.batch_size / steps
+            )
+        values["pipeline/lag"] = self.config.runtime.lag
         self._loss_sum, self._window_updates = 0.0, 0
         self.metrics.write(step, values)
         self.progress.update(step, values)
@@ -257,14 +284,18 @@ class Trainer:
         return values
 
     def _clock(self) -> dict[str, float]:
+        """Counts and seconds so far. `learn` is time of the device where the learner's work is only queued."""
+        actor = self.collector.actor
         return {
             "wall": time.perf_counter(),
             "steps": self.collector.steps,
             "updates": self.learner.updates,
             "env": self.collector.env_seconds,
-            "act": self.collector.act_seconds,
+            "act": self.collector.act_seconds - actor.wait_seconds,
             "learn": self.schedule.learn_seconds,
-            "wait": self.schedule.wait_seconds,
+            "transfer": actor.transfer_seconds,
+            "wait": self.schedule.wait_seconds + actor.wait_seconds,
+            "bytes": actor.transfer_bytes,
         }
 
     def _evaluate(self, step: int) -> None:
@@ -359,17 +390,17 @@ class Trainer:
 
         return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def _save(self) -> None:
+    def _save(self, stuck: bool = False) -> None:
         self.schedule.wait()
         if not self.learner.flat.data.abs().max() < EXPLODED:
             self._diverged(self.collector.steps)
-        self.checkpoints.save(self.collector.steps, self._state(), self.replay)
+        self.checkpoints.save(self.collector.steps, self._state(stuck), self.replay)
 
-    def _state(self) -> State:
+    def _state(self, stuck: bool = False) -> State:
         return {
             "spec": asdict(self.envs.spec),
             "learner": self.learner.state(),
-            "collector": self.collector.state(),
+            "collector": self.collector.state(stuck),
             "stored_steps": self.stored_steps,
             "best": self.best,
             "evaluations_since_best": self.evaluations_since_best,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import gymnasium as gym
@@ -113,9 +114,23 @@ def stubborn(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
     return same_step(num_envs, **kwargs)
 
 
+class Hanging(Saved):
+    """Never returns from a step once the file it is told to look for exists, if it is the first to find it."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(length=50)
+        self.file = file
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.episode == 2 and self.t == 5 and os.path.exists(self.file):
+            os.rename(self.file, self.file + ".found")
+            threading.Event().wait()
+        return super().step(action)
+
+
 def register() -> None:
     """Once, however often this module is imported under whatever name."""
-    for cls in (Counter, Saved, Unsaveable, Coded, Trouble, WrongShape, Slow):
+    for cls in (Counter, Saved, Unsaveable, Coded, Trouble, WrongShape, Slow, Hanging):
         gym.register(f"{cls.__name__}-v0", f"env_toys:{cls.__name__}")
     gym.register("Limited-v0", "env_toys:Saved", max_episode_steps=4, kwargs={"length": 100})
     gym.register("SameStep-v0", "env_toys:Counter", vector_entry_point=same_step)

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from qfleet.runtime.progress import Progress, duration, eta, line, percent, widths
+from qfleet.runtime.progress import Progress, bottleneck, duration, eta, line, percent, widths
 
 VALUES = {
     "time/steps_per_second": 3100.4,
@@ -90,7 +90,7 @@ def test_the_table_shows_every_part_within_80_columns(capsys):
         "training 187.3",
     ):
         assert part in text
-    for part in ("evaluation 250.0", "best 312.0", "loss 0.0123", "epsilon 0.050", "environment 40%", "waiting 5%"):
+    for part in ("evaluation 250.0", "best 312.0", "loss 0.0123", "epsilon 0.050", "envs 40%", "waiting 5%"):
         assert part in text
     assert text.count("█") == 60 and max(map(len, text.splitlines())) <= 80
     assert "12,500 / 50,000" in capsys.readouterr().out, "close draws the last state even when just drawn"
@@ -139,3 +139,18 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(monkeypatch, interactive)
 def test_line_for_negative_returns_and_huge_losses():
     assert "return -1,500.0" in line(1, 2, {"rollout/ep_rew_mean": -1500.0})
     assert "loss 1.235e+09" in line(1, 2, {"train/loss": 1234567890.0})
+
+
+@pytest.mark.parametrize(
+    ("env", "act", "learn", "wait", "limit"),
+    [
+        (0.8, 0.1, 0.2, 0.0, "environments"),
+        (0.2, 0.1, 0.7, 0.0, "learning"),
+        (0.1, 0.2, 0.97, 0.7, "learning"),
+        (0.2, 0.3, 0.5, 0.4, "acting"),
+    ],
+)
+def test_the_bottleneck_is_named(env: float, act: float, learn: float, wait: float, limit: str) -> None:
+    values = {"pipeline/env": env, "pipeline/act": act, "pipeline/learn": learn, "pipeline/wait": wait}
+    assert bottleneck(values).startswith(limit)
+    assert bottleneck({}) == ""
