@@ -23,8 +23,8 @@ REFRESH_SECONDS = 0.25
 SHARES = (
     ("pipeline/env", "envs", "green"),
     ("pipeline/act", "acting", "cyan"),
-    ("pipeline/learn", "learning", "magenta"),
-    ("pipeline/transfer", "transfer", "yellow"),
+    ("pipeline/learn", "learner", "magenta"),
+    ("pipeline/transfer", "copies", "yellow"),
     ("pipeline/wait", "waiting", "bright_black"),
 )
 
@@ -243,5 +243,5 @@ def _stacked(shares: list[tuple[str, float, str]], width: int = 60) -> tuple[Tex
     for (label, share, style), cells in zip(shares, widths([share for _, share, _ in shares], width), strict=True):
         bar.append("█" * cells, style=style)
         legend.append("■ ", style=style)
-        legend.append(f"{label} {share:.0%}  ")
+        legend.append(f"{label} {share:.0%} ")
     return bar, legend
