@@ -25,7 +25,7 @@ from qfleet.runtime.train import Trainer
 from qfleet.types import Spec
 
 # Settled on the machine a run was made on: not taken over when its config.yaml serves as --config.
-MACHINE = ("run_dir", "device", "env.vectorize", "runtime.schedule", "learner.precision")
+MACHINE = ("run_dir", "device", "env.vectorize", "runtime.schedule", "learner.precision", "acting.device")
 # What --resume may change: nothing that alters the numbers of the run.
 RESUMABLE = (
     "total_steps",
@@ -208,6 +208,8 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
             f"--resume cannot change {', '.join(refused)}: the run would no longer be the same. It accepts {', '.join(RESUMABLE)}."
         )
     if given:
+        if "device" in given:
+            given = {**given, "acting.device": "auto"}  # it was measured on the other one
         config = configs.override(config, given)
         configs.dump_yaml(config, folder / "config.yaml", _resolved(folder))
     return config

@@ -37,12 +37,17 @@ class CapturedLearner(Learner):
         self._step: Captured | None = None
         self._sampler: Sampler | None = None
         self._reports = [Report(device), Report(device)]
-        self._calls = 0
+        self._calls, self._noted = 0, False
         self._reported = 0.0
 
-    @property
-    def why_not_captured(self) -> str:
-        return self._step.why_not if self._step is not None else ""
+    def note(self) -> str:
+        """What the user should know about how updates run on this GPU, once."""
+        if self._step is None or self._noted or self.device.type == "cpu":
+            return ""
+        self._noted = True
+        if self._step.why_not:
+            return f"updates are launched kernel by kernel, which is slower: they could not be recorded ({self._step.why_not})"
+        return "" if self.kernels else "there is no Triton here: updates use plain torch operations, which are slower"
 
     def learn(self, source: Replay, updates: int, beta: float = 1.0) -> Learned | None:  # type: ignore[override]
         """Queue that many updates; -> what the call before this one did."""

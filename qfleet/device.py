@@ -6,6 +6,7 @@ On the CPU everything here is the plain thing: one stream, calls instead of grap
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,6 +110,12 @@ def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     """Zeros in main memory from which the device can copy by itself."""
     zeros = torch.zeros(*shape, dtype=dtype)
     return zeros.pin_memory() if device.type == "cuda" else zeros
+
+
+def pinned_array(shape: Sequence[int], dtype: str, device: torch.device) -> np.ndarray[Any, Any]:
+    """The same as an array."""
+    memory: np.ndarray[Any, Any] = pinned((math.prod(shape) * np.dtype(dtype).itemsize,), torch.uint8, device).numpy()
+    return memory.view(dtype).reshape(shape)
 
 
 def settle(device: torch.device) -> None:

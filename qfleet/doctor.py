@@ -30,7 +30,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 def report() -> list[Line]:
     """One line a part: (name, value, note). A part that cannot be read says so and the others still appear."""
     lines: list[Line] = []
-    for part in (_python, _torch, _cpu, _memory, _compiler, _gpus, _libraries, _extras):
+    for part in (_python, _torch, _cpu, _memory, _compiler, _gpus, _acting, _libraries, _extras):
         lines += _safely(part)
     return lines
 
@@ -116,6 +116,33 @@ def _gpus() -> Iterator[Line]:
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         yield f"gpu {index}", p.name, f"{p.total_memory / 1e9:.0f} GB, compute capability {p.major}.{p.minor}"
+
+
+def _acting() -> Iterator[Line]:
+    """With a GPU: from how many environments on it computes actions sooner than the CPU. Measured; takes a second or two."""
+    torch = _import("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    from qfleet import networks, recipes
+    from qfleet.acting import placement
+    from qfleet.acting.policy import Policy
+    from qfleet.types import Spec
+
+    frames = Spec(obs_shape=(84, 84), obs_dtype="uint8", num_actions=6, frame_stack=4)
+    vector = Spec(obs_shape=(8,), obs_dtype="float32", num_actions=4)
+    for name, env, spec in (("MLP", "LunarLander-v3", vector), ("Nature CNN", "pong", frames)):
+        config = recipes.make("dqn", env)
+
+        def policy_on(device: str, config: Any = config, spec: Spec = spec) -> Policy:
+            return Policy(networks.build(config, spec).to(device).eval(), config, spec, device)
+
+        measured = placement.crossover(policy_on, "cuda")
+        first = next((batch for batch, cpu, gpu in measured if gpu <= cpu), None)
+        figures = ", ".join(f"{batch}: {cpu * 1e3:.2f} and {gpu * 1e3:.2f}" for batch, cpu, gpu in measured)
+        choice = "CPU" if first is None else "GPU" if first == 1 else f"GPU from {first} environments on"
+        yield f"acting, {name}", choice, f"ms on CPU and GPU for so many environments: {figures}"
+    triton = _version("triton")
+    yield "triton", triton or "missing", "" if triton else "kernels of the GPU path need it: pip install triton"
 
 
 def _libraries() -> Iterator[Line]:

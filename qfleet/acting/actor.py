@@ -13,7 +13,10 @@ from torch import Tensor
 from qfleet import rng
 from qfleet.acting.policy import Policy
 from qfleet.config import Config
+from qfleet.device import pinned_array
 from qfleet.types import Array, Spec, State
+
+CPU = torch.device("cpu")
 
 
 class Actor(Protocol):
@@ -83,20 +86,31 @@ class FrameStack:
 
 
 class HostActor:
-    """Observations in main memory; the policy may compute wherever it likes."""
+    """Observations in main memory; the policy may compute wherever it likes, and the rows may go to any device."""
 
-    def __init__(self, config: Config, spec: Spec, policy: Policy, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        spec: Spec,
+        policy: Policy,
+        sizes: Sequence[int],
+        rows_to: torch.device = CPU,
+    ) -> None:
         n, self._columns = sum(sizes), columns_of(sizes)
         self.wait_seconds = self.transfer_seconds = 0.0
         self.transfer_bytes = 0
         self._policy = policy
         self._noise_key = rng.key(config.seed, "acting noise")
         self._noise: Tensor | None = None
-        self._rows = np.zeros((config.rows_per_round, n, *spec.obs_shape), spec.obs_dtype)
+        # Two of them in turn, as in the collector: a device may still be reading one round's.
+        self._rows_to = rows_to
+        shape = (config.rows_per_round, n, *spec.obs_shape)
+        self._staging = [self.buffer(shape, spec.obs_dtype) for _ in range(1 if rows_to == CPU else 2)]
         self._stacks = [FrameStack(spec, size) for size in sizes]
 
     def begin_round(self, tick: int) -> None:
-        size, n = self._policy.net.noise_size, self._rows.shape[1]
+        self._staging.reverse()
+        size, n = self._policy.net.noise_size, self._staging[0].shape[1]
         if size:
             counter = torch.arange(tick * n, tick * n + n)
             self._noise = rng.normal_torch(self._noise_key, counter, size).to(self._policy.device)
@@ -105,7 +119,7 @@ class HostActor:
         self._stacks[group].push(obs, first)
 
     def stage(self, group: int, t: int) -> None:
-        self._rows[t, self._columns[group]] = self._stacks[group].frames[:, -1]
+        self._staging[0][t, self._columns[group]] = self._stacks[group].frames[:, -1]
 
     def greedy(self, group: int) -> Array:
         noise = None if self._noise is None else self._noise[self._columns[group]]
@@ -116,10 +130,11 @@ class HostActor:
         pass
 
     def buffer(self, shape: tuple[int, ...], dtype: str) -> Array:
-        return np.zeros(shape, dtype)
+        return pinned_array(shape, dtype, self._rows_to)
 
     def rows(self) -> Tensor:
-        return torch.from_numpy(self._rows)
+        self.transfer_bytes += 0 if self._rows_to == CPU else self._staging[0].nbytes
+        return torch.from_numpy(self._staging[0])
 
     def state(self) -> State:
         return {"stack": np.concatenate([stack.frames for stack in self._stacks])}

@@ -19,7 +19,7 @@ from torch import Tensor
 from qfleet import rng
 from qfleet.acting.actor import columns_of
 from qfleet.config import Config
-from qfleet.device import Captured, Mark, Spans, pin, pinned
+from qfleet.device import Captured, Mark, Spans, pin, pinned, pinned_array
 from qfleet.envs import Envs
 from qfleet.types import Array, Spec, State
 
@@ -124,9 +124,7 @@ class DeviceActor:
         return self._transfers.seconds
 
     def buffer(self, shape: tuple[int, ...], dtype: str) -> Array:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        memory: Array = pinned((size,), torch.uint8, self._device).numpy()
-        return memory.view(dtype).reshape(shape)
+        return pinned_array(shape, dtype, self._device)
 
     def rows(self) -> Tensor:
         return self._staging[self._round % 2]

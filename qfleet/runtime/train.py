@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from qfleet import envs, networks, rng
+from qfleet.acting import placement
 from qfleet.acting.actor import Actor, HostActor
 from qfleet.acting.collector import Collector
 from qfleet.acting.device import DeviceActor
 from qfleet.acting.policy import Policy
 from qfleet.captured import Best, CapturedLearner
-from qfleet.config import Config, dump_yaml
+from qfleet.config import Config, ConfigError, dump_yaml, override
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
@@ -66,10 +67,12 @@ class Trainer:
         self._new = False  # we made the folder, and hold its lock
         try:
             self._make(config, device, resume)
-        except BaseException:
+        except BaseException as e:
             self._open.close()
             if self._new:  # a run that never began leaves nothing behind
                 shutil.rmtree(run_dir, ignore_errors=True)
+            if isinstance(e, torch.OutOfMemoryError):
+                raise ConfigError(out_of_memory(config, e)) from None
             raise
 
     def _make(self, config: Config, device: torch.device, resume: bool) -> None:
@@ -78,6 +81,8 @@ class Trainer:
         wanted_compile = config.learner.compile == "on"
         replay_device = torch.device(pick_device(config.replay.device, device))
         self.config = config = resolve(config, self.envs, device, replay_device)
+        if config.acting.device == "auto":
+            self.config = config = override(config, {"acting.device": self._place(config, device)})
         spec = self.envs.spec
         Replay.check_memory(config, spec, replay_device)
         absent = not run_dir.exists()
@@ -118,9 +123,20 @@ class Trainer:
         self._open.callback(self.metrics.close)
         self._marks = self._clock()
 
+    def _place(self, config: Config, device: torch.device) -> str:
+        """Where actions are computed, measured with the network and the number of environments in use."""
+        if device.type == "cpu":
+            return "cpu"
+        spec = self.envs.spec
+
+        def policy_on(name: str) -> Policy:
+            return Policy(networks.build(config, spec).to(name).eval(), config, spec, name)
+
+        return placement.choose(policy_on, self.envs.num_envs, str(device))
+
     def _make_parts(self, config: Config, spec: Spec, device: torch.device) -> None:
         """Learner, schedule, and who acts."""
-        acting_device = torch.device(pick_device(config.acting.device, device))
+        acting_device = torch.device(pick_device(config.acting.device))
         self.learner: Learner
         self.schedule: Schedule
         schedule, threads = config.runtime.schedule, config.learner.threads
@@ -146,7 +162,7 @@ class Trainer:
             self._open.callback(on_device.close)
             actor = on_device
         else:
-            actor = HostActor(config, spec, self.policy, sizes)
+            actor = HostActor(config, spec, self.policy, sizes, self.replay.device)
         self.collector = Collector(config, self.groups, actor)
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -167,6 +183,8 @@ class Trainer:
                 learned = self.schedule.round(self.collector.collect, self._store, self._learn)
                 self._between_rounds(before, self.collector.steps, learned)
             self._save()
+        except torch.OutOfMemoryError as e:
+            raise TrainingError(f"{out_of_memory(self.config, e)} {self._last_checkpoint()}") from None
         except OSError as e:
             if e.errno not in DISK_FULL:
                 raise
@@ -227,6 +245,8 @@ class Trainer:
 
     def _between_rounds(self, before: int, step: int, learned: Learned | None) -> None:
         c = self.config.runtime
+        if isinstance(self.learner, CapturedLearner) and (note := self.learner.note()):
+            self.progress.message(f"  note          {note}")
         if learned is not None:
             self._loss_sum += learned.loss_sum
             self._window_updates += learned.updates
@@ -435,6 +455,13 @@ class Trainer:
 def crossed(before: int, after: int, every: int) -> bool:
     """Did the count pass a multiple of `every` (0: never)?"""
     return every > 0 and before // every < after // every
+
+
+def out_of_memory(config: Config, error: torch.OutOfMemoryError) -> str:
+    return (
+        f"the GPU has too little memory: {str(error).splitlines()[0].removeprefix('CUDA out of memory. ')} Lower --replay.capacity ({config.replay.capacity:,}), "
+        f"--learner.batch-size ({config.learner.batch_size}) or --env.num-envs ({config.env.num_envs}), or keep the replay in main memory with --replay.device cpu."
+    )
 
 
 def lr_factor(schedule: str, done: float) -> float:
