@@ -52,7 +52,8 @@ class CapturedLearner(Learner):
     def learn(self, source: Replay, updates: int, beta: float = 1.0) -> Learned | None:  # type: ignore[override]
         """Queue that many updates; -> what the call before this one did."""
         if self._step is None:
-            self._step = self._prepare(source)
+            self.prepare(source)
+        assert self._step is not None
         self._lr.fill_(self.lr)
         self._beta.fill_(beta)
         for _ in range(updates):
@@ -72,7 +73,11 @@ class CapturedLearner(Learner):
         self._reported = total
         return learned
 
-    def _prepare(self, source: Replay) -> Captured:
+    def prepare(self, source: Replay) -> None:
+        """Compile and record the update. What it computes on the way is undone, so the replay may be empty."""
+        self._step = self._record(source)
+
+    def _record(self, source: Replay) -> Captured:
         self._sampler = source.on_device(self.config.learner.batch_size, self.kernels)
         changed = [self.flat.data, self.target.data, *self.flat.buffers, self._counter, self._loss_sum, self._q_mean]
         changed += [self.optimizer.m, self.optimizer.v, self.optimizer.step, *self._sampler.changed]

@@ -32,13 +32,24 @@ PROBE_SECONDS = 0.03  # how long `auto` measures
 WAKE_SECONDS, MESSAGE_SECONDS = 60e-6, 20e-6  # what workers cost a vector step: once, and for each of them (measured)
 
 
-def make(config: EnvConfig, *, seed: int, num_envs: int | None = None, threads: int = 0) -> Envs:
-    """num_envs (by default config.num_envs) environments, each with its own seed; threads 0 means one per core."""
+def make(
+    config: EnvConfig,
+    *,
+    seed: int,
+    num_envs: int | None = None,
+    threads: int = 0,
+    wait: bool = True,
+    nice: int = 0,
+) -> Envs:
+    """num_envs (by default config.num_envs) environments, each with its own seed; threads 0 means one per core.
+
+    Of worker processes: `wait` until they have made their environments (otherwise the first reset waits), `nice` priority.
+    """
     num_envs = num_envs or config.num_envs
     env_spec = ids.find(config.id)
     game = ids.atari_game(env_spec)
     if game is not None:
-        return _atari(game, config, env_seeds(seed, num_envs), threads or os.cpu_count() or 1)
+        return _atari(game, config, env_seeds(seed, num_envs), threads or os.cpu_count() or 1, wait, nice)
     if config.sticky_actions or config.life_loss:
         raise ConfigError(
             f"env.sticky_actions and env.life_loss are for Atari games; {config.id} is none: leave them out."
@@ -65,18 +76,21 @@ def make(config: EnvConfig, *, seed: int, num_envs: int | None = None, threads: 
     seeds = env_seeds(seed, num_envs)
     if kind == "subprocess":
         maker = subprocess.GymMaker(env_spec, dict(config.kwargs), config.id.rpartition(":")[0])
-        return subprocess.Subprocess(config.id, spec, maker, seeds, workers, notes)
+        return subprocess.Subprocess(config.id, spec, maker, seeds, workers, notes, wait=wait, nice=nice)
     envs = [ids.build(env_spec, config.kwargs) for _ in range(num_envs)]
     return InProcess(config.id, spec, envs, seeds, observations, actions, notes)
 
 
-def make_groups(config: EnvConfig, *, seed: int, groups: int, threads: int) -> list[Envs]:
+def make_groups(
+    config: EnvConfig, *, seed: int, groups: int, threads: int, wait: bool = True, nice: int = 0
+) -> list[Envs]:
     """config.num_envs environments in equal groups that step independently of each other, made at the same time."""
     if groups == 1:
-        return [make(config, seed=seed, threads=threads)]
+        return [make(config, seed=seed, threads=threads, wait=wait, nice=nice)]
+    size, share = config.num_envs // groups, max(1, threads // groups)
 
     def one(group: int) -> Envs:
-        return make(config, seed=seed + group, num_envs=config.num_envs // groups, threads=max(1, threads // groups))
+        return make(config, seed=seed + group, num_envs=size, threads=share, wait=wait, nice=nice)
 
     with ThreadPoolExecutor(groups) as pool:
         made = [pool.submit(one, group) for group in range(groups)]
@@ -89,7 +103,7 @@ def make_groups(config: EnvConfig, *, seed: int, groups: int, threads: int) -> l
     return [future.result() for future in made]
 
 
-def _atari(game: str, config: EnvConfig, seeds: Sequence[int], threads: int) -> Envs:
+def _atari(game: str, config: EnvConfig, seeds: Sequence[int], threads: int, wait: bool, nice: int) -> Envs:
     """In this process, or in one worker process per core where there are so many games that making them takes long.
 
     Workers have two threads each: one more than cores, for the games that take longer (they reset) not to hold up the rest.
@@ -104,7 +118,8 @@ def _atari(game: str, config: EnvConfig, seeds: Sequence[int], threads: int) -> 
     one = Vector(game, config, 1, 1)
     one.close()
     spec, notes = spec_and_notes(game, config, one)
-    return subprocess.Subprocess(game, spec, Maker(game, config, threads=2), seeds, threads, notes, FRAME_SKIP)
+    maker = Maker(game, config, threads=2)
+    return subprocess.Subprocess(game, spec, maker, seeds, threads, notes, FRAME_SKIP, wait, nice)
 
 
 def _spec(observations: spaces.Observations, actions: spaces.Actions, frame_stack: int) -> Spec:

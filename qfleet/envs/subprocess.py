@@ -102,7 +102,10 @@ class Subprocess(Envs):
         workers: int,
         notes: list[str],
         frame_skip: int = 1,
+        wait: bool = True,
+        nice: int = 0,
     ) -> None:
+        """`wait`: for the workers to have made their environments; otherwise the first reset does. `nice`: their priority."""
         self.spec, self.num_envs, self.notes, self.frame_skip = spec, len(seeds), notes, frame_skip
         self._name = name
         self._seeds: Sequence[int | None] = seeds
@@ -117,9 +120,10 @@ class Subprocess(Envs):
             layout = (self.num_envs, spec.obs_shape, spec.obs_dtype)
             self.shared, self._actions, self._out = _views(memory, *layout)
             for part in self._parts:
-                self._start((maker, part, layout), memory)
-            for worker in range(workers):
-                self._receive(worker)
+                self._start((maker, part, layout, nice), memory)
+            self._starting = True
+            if wait:
+                self._wait_for_start()
         except BaseException:
             self.close()
             raise
@@ -187,7 +191,14 @@ class Subprocess(Envs):
         theirs.close()
         self._send(len(self._sockets) - 1, b"", job)  # the first message needs no command
 
+    def _wait_for_start(self) -> None:
+        if self._starting:
+            self._starting = False
+            for worker in range(len(self._parts)):
+                self._receive(worker)
+
     def _ask(self, command: bytes, arguments: Sequence[Any]) -> list[Any]:
+        self._wait_for_start()
         for worker, argument in enumerate(arguments):
             self._send(worker, command, argument)
         return [self._receive(worker) for worker in range(len(arguments))]
@@ -309,7 +320,8 @@ def serve() -> None:
 
 
 def _join(job: tuple[Any, ...], memory: int) -> tuple[Share, Array]:
-    maker, part, layout = job
+    maker, part, layout, nice = job
+    os.nice(nice)
     _, actions, out = _views(memory, *layout)
     return maker.build(EnvStep(*(a[part] for a in out))), actions[part]
 

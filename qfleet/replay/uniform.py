@@ -58,7 +58,7 @@ def draw(ring: Tensor, place: Tensor, key: int, counter: Tensor, batch: int, row
     x = uniform_torch(key, counter, batch).flatten()
     oldest, before, until = place
     chosen = (x * until[-1:]).long()  # x < 1, so always below the number of starts
-    column = torch.searchsorted(until, chosen, right=True)
+    column = torch.searchsorted(until, chosen, right=True).clamp(max=len(until) - 1)  # without starts: anything
     at = (oldest[column] + chosen - before[column]) % rows
     return ring[at * place.shape[1] + column].long()
 

@@ -42,7 +42,7 @@ from qfleet.types import Spec, State, Step
 
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-EVALUATION_WORKERS = 4  # processes of an evaluation beside the training
+BEHIND_GPU = 10  # niceness of environments: the thread that feeds the GPU, and evaluations, go first
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
 
@@ -58,7 +58,14 @@ class Trainer:
         self._threads = config.runtime.emulator_threads or os.cpu_count() or 1
         device = torch.device(pick_device(config.device))
         seed = rng.derive(config.seed, "environments")
-        self.groups = envs.make_groups(config.env, seed=seed, groups=config.runtime.groups, threads=self._threads)
+        self.groups = envs.make_groups(
+            config.env,
+            seed=seed,
+            groups=config.runtime.groups,
+            threads=self._threads,
+            wait=False,  # they are made while kernels are compiled
+            nice=BEHIND_GPU if device.type == "cuda" else 0,
+        )
         self.envs = self.groups[0]  # speaks for all where they are alike
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
         self._open.callback(torch.set_num_threads, torch.get_num_threads())
@@ -113,6 +120,8 @@ class Trainer:
         self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
         self.stop_reason = ""
         self.signal: int | None = None
+        if isinstance(self.learner, CapturedLearner):
+            self.learner.prepare(self.replay)
         position = self._load() if resume else None
         self._evaluations_begun = self.collector.steps // (config.runtime.eval_every or 1)
         if not resume:
@@ -374,7 +383,7 @@ class Trainer:
         seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
         self._background = Background(
             Policy(net, config, spec, self.learner.device),
-            lambda: envs.make(env, seed=seed, num_envs=min(episodes, evaluation.MAX_ENVS), threads=EVALUATION_WORKERS),
+            lambda: envs.make(env, seed=seed, num_envs=min(episodes, evaluation.MAX_ENVS), threads=self._threads),
             episodes,
         )
         self._open.callback(self._background.close)
