@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT = 64  # parts of a weight gradient that are summed later, always in the same order
+MOST_SPLITS = 128  # parts of a weight gradient, which are summed later, always in the same order
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _weight_grad(
     tile, split = tl.program_id(0), tl.program_id(1)
     row, at = tile // (K * C // BK), tile % (K * C // BK) * BK
     n, k = tl.arange(0, N), tl.arange(0, BK)
-    acc = tl.zeros((N, BK), tl.float32)
+    acc = tl.zeros((BK, N), tl.float32)  # this way round: tensor cores want 64 rows at least
     bias = tl.zeros((N,), tl.float32)
     share = tl.cdiv(tl.cdiv(M, splits), BM) * BM
     for m0 in range(split * share, tl.minimum((split + 1) * share, M), BM):
@@ -75,10 +75,10 @@ def _weight_grad(
         g = tl.load(dy + m[:, None] * N + n[None, :], mask=inside[:, None], other=0.0)
         if MASKED:
             g = tl.where(tl.load(y + m[:, None] * N + n[None, :], mask=inside[:, None], other=0.0) > 0, g, 0.0)
-        acc = tl.dot(tl.trans(g), patch, acc)
+        acc = tl.dot(tl.trans(patch), g, acc)
         if tile == 0:
             bias += tl.sum(g.to(tl.float32), 0)
-    tl.store(part + split * stride + n[:, None] * (K * K * C) + (row * (K * C) + at + k)[None, :], acc * scale)
+    tl.store(part + split * stride + n[None, :] * (K * K * C) + (row * (K * C) + at + k)[:, None], acc * scale)
     if tile == 0:
         tl.store(bias_part + split * stride + n, bias)
 
@@ -89,14 +89,14 @@ def _input_grad(
     H: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, S: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    # Which kernel taps meet an input pixel depends on its place modulo the stride: axis 1 goes over the S * S cases.
-    py, px = tl.program_id(1) // S, tl.program_id(1) % S
+    # One row: a block of S x S input pixels, all of which are met by the same outputs, each through other kernel taps.
     Q: tl.constexpr = H // S
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n, c = tl.arange(0, N), tl.arange(0, C)
+    n, col = tl.arange(0, N), tl.arange(0, S * S * C)
+    py, px, c = col // (S * C), col // C % S, col % C
     inside = m < M
     image, i, j = m // (Q * Q), m % (Q * Q) // Q, m % Q
-    acc = tl.zeros((BM, C), tl.float32)
+    acc = tl.zeros((BM, S * S * C), tl.float32)
     for ty in tl.static_range(K // S):
         for tx in tl.static_range(K // S):
             oy, ox = i - ty, j - tx
@@ -106,8 +106,8 @@ def _input_grad(
             if MASKED:
                 g = tl.where(tl.load(y + at, mask=met[:, None], other=0.0) > 0, g, 0.0)
             tap = (py + ty * S) * K + px + tx * S
-            acc = tl.dot(g, tl.load(w + n[:, None] * (K * K * C) + tap * C + c[None, :]), acc)
-    at = ((image * H + i * S + py) * H + j * S + px)[:, None] * C + c[None, :]
+            acc = tl.dot(g, tl.load(w + n[:, None] * (K * K * C) + (tap * C + c)[None, :]), acc)
+    at = ((image * H + i * S) * H + j * S)[:, None] * C + ((py * H + px) * C + c)[None, :]
     acc = tl.where(tl.load(x + at, mask=inside[:, None], other=0.0) > 0, acc, 0.0)
     tl.store(dx + at, acc.to(dx.dtype.element_ty), mask=inside[:, None])
 
@@ -122,17 +122,22 @@ def forward(shape: Shape, x: Tensor, w: Tensor, b: Tensor, y: Tensor, scale: flo
     )
 
 
+def splits(shape: Shape, batch: int) -> int:
+    """Parts in which a weight gradient is summed: enough to fill the GPU, each of some hundred rows."""
+    return min(MOST_SPLITS, max(4, batch * shape.OUT**2 // 400))
+
+
 def weight_grad(
     shape: Shape, x: Tensor, dy: Tensor, part: Tensor, bias_part: Tensor, y: Tensor | None = None, scale: float = 1.0
 ) -> None:
-    """part [SPLIT, N * K * K * C] and bias_part [SPLIT, N] (both views of the rows of one buffer): sums over shares of dy.
+    """part [splits, N * K * K * C] and bias_part [splits, N] (views of the rows of one buffer): sums over shares of dy.
 
     `y`: the layer's output, where dy is still to be masked by the ReLU.
     """
     m = len(x) * shape.OUT**2
-    wide = 128 if shape.C == 64 and shape.S == 1 and shape.K == 2 else 64
-    _weight_grad[(shape.K * shape.K * shape.C // wide, SPLIT)](
-        x, dy, dy if y is None else y, part, bias_part, m, scale, part.stride(0), SPLIT,
+    wide = 128 if shape.K * shape.C == 128 and shape.N == 32 else 64
+    _weight_grad[(shape.K * shape.K * shape.C // wide, len(part))](
+        x, dy, dy if y is None else y, part, bias_part, m, scale, part.stride(0), len(part),
         **asdict(shape), MASKED=y is not None, BM=128, BK=wide, num_warps=4, num_stages=3,
     )  # fmt: skip
 
@@ -141,6 +146,6 @@ def input_grad(shape: Shape, dy: Tensor, w: Tensor, x: Tensor, dx: Tensor, y: Te
     """dx [B, H, H, C] = the gradient with respect to x, masked by x > 0 (x is the output of a ReLU); `y` as above."""
     m = len(x) * (shape.H // shape.S) ** 2
     block, warps = (64, 4) if m < 1 << 15 else (128, 8)
-    _input_grad[(triton.cdiv(m, block), shape.S**2)](
+    _input_grad[(triton.cdiv(m, block),)](
         dy, dy if y is None else y, w, x, dx, m, **asdict(shape), MASKED=y is not None, BM=block, num_warps=warps, num_stages=3
     )  # fmt: skip

@@ -113,8 +113,9 @@ class Update:
         self._slope, self.priority = torch.zeros(2, batch, device=device)
         self._loss_part, self._q_part = torch.zeros(2, head.parts(batch), device=device)
         # Weight gradients of the convolutions, in parts; they come first in the flat buffer.
-        self._part = torch.zeros(conv.SPLIT, places[6][1], device=device)
-        self._square = torch.zeros(optimizer.programs(buffers.data.numel()), device=device)
+        self._splits = [conv.splits(shape, batch) for shape in (CONV1, CONV2, CONV3)]
+        self._part = torch.zeros(max(self._splits), places[6][1], device=device)
+        self._square = torch.zeros(optimizer.programs(buffers.data.numel(), self._part.shape[1]), device=device)
         self._branches = Branches(device, 3)
         self._places = places
 
@@ -136,17 +137,11 @@ class Update:
         self._backward(drawn.action)
         with branches(0):
             self._source.update(drawn.id, self.priority)
+        ends = [self._places[2][1], self._places[4][1]]
         optimizer.reduce(
-            b.grad,
-            self._part,
-            self._square,
-            b.counter,
-            self._loss_part,
-            self._q_part,
-            b.loss_sum,
-            b.q_mean,
-            self._batch,
-        )
+            b.grad, self._part, ends, self._splits, self._square, b.counter,
+            self._loss_part, self._q_part, b.loss_sum, b.q_mean, self._batch,
+        )  # fmt: skip
         optimizer.adam(
             b.data, b.grad, b.m, b.v, b.low, self._square, b.counter, b.lr, clip=c.grad_clip, eps=c.adam_eps, decay=c.weight_decay
         )  # fmt: skip
@@ -171,7 +166,8 @@ class Update:
     def _part_of(self, index: int) -> tuple[Tensor, Tensor]:
         """Where the parts of a convolution's weight and bias gradients go."""
         (weight, w), (bias, b) = self._places[index : index + 2]
-        return self._part[:, w : w + weight.numel()], self._part[:, b : b + bias.numel()]
+        rows = self._splits[index // 2]
+        return self._part[:rows, w : w + weight.numel()], self._part[:rows, b : b + bias.numel()]
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+TILE, BLOCK = 128, 4096  # numbers a program reduces: where they come in parts, and where not
 LOG_BETA1, LOG_BETA2 = tl.constexpr(math.log2(0.9)), tl.constexpr(math.log2(0.999))
 
 
 @triton.jit
 def _reduce(
     grad, part, square, counter, loss_part, q_part, loss_sum, q_mean, size, stride, in_parts, batch,
-    SPLITS: tl.constexpr, LOSSES: tl.constexpr, LOSSES_POW2: tl.constexpr, BLOCK: tl.constexpr,
+    end1, end2, splits1, splits2, splits3,
+    ROWS: tl.constexpr, LOSSES: tl.constexpr, LOSSES_POW2: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    i = pid * BLOCK + tl.arange(0, BLOCK)
-    if pid * BLOCK < in_parts:
-        divided = i < in_parts
-        g = tl.load(grad + i, mask=(i < size) & ~divided, other=0.0)
-        for s in range(SPLITS):
-            g += tl.load(part + s * stride + i, mask=divided, other=0.0)
-        tl.store(grad + i, g, mask=divided)
+    tiles = tl.cdiv(in_parts, TILE)
+    if pid < tiles:
+        i, row = pid * TILE + tl.arange(0, TILE), tl.arange(0, ROWS)
+        rows = tl.where(i < end1, splits1, tl.where(i < end2, splits2, splits3))
+        used = (row[:, None] < rows[None, :]) & (i < in_parts)[None, :]
+        g = tl.sum(tl.load(part + row[:, None] * stride + i[None, :], mask=used, other=0.0), 0)
+        tl.store(grad + i, g, mask=i < in_parts)
+        tl.store(square + pid, tl.sum(g * g, 0))
     else:
-        g = tl.load(grad + i, mask=i < size, other=0.0)
-    tl.store(square + pid, tl.sum(g * g, 0))
+        i = in_parts + (pid - tiles) * BLOCK + tl.arange(0, BLOCK)
+        rest = tl.load(grad + i, mask=i < size, other=0.0)
+        tl.store(square + pid, tl.sum(rest * rest, 0))
     if pid == 0:
         tl.store(counter, tl.load(counter) + 1)
         k = tl.arange(0, LOSSES_POW2)
@@ -63,23 +67,25 @@ def _adam(
     tl.store(low + i, x.to(low.dtype.element_ty), mask=inside)
 
 
-def programs(size: int) -> int:
+def programs(size: int, in_parts: int) -> int:
     """Length of `square`."""
-    return -(-size // BLOCK)
+    return -(-in_parts // TILE) + -(-(size - in_parts) // BLOCK)
 
 
 def reduce(
-    grad: Tensor, part: Tensor, square: Tensor, counter: Tensor,
+    grad: Tensor, part: Tensor, ends: Sequence[int], splits: Sequence[int], square: Tensor, counter: Tensor,
     loss_part: Tensor, q_part: Tensor, loss_sum: Tensor, q_mean: Tensor, batch: int,
 ) -> None:  # fmt: skip
-    """The first numbers of grad become the sums of part [splits, n] over its rows; square: sums of squares of grad.
+    """The first numbers of grad become the sums of part [rows, n] over its rows; square: sums of squares of grad.
 
+    The numbers before ends[0] come in splits[0] rows, those before ends[1] in splits[1], the others in splits[2].
     And what closes an update: counter += 1, loss_sum += the loss, q_mean = the mean value of the actions taken.
     """
-    size, losses = grad.numel(), len(loss_part)
-    _reduce[(programs(size),)](
-        grad, part, square, counter, loss_part, q_part, loss_sum, q_mean, size, part.stride(0), part.shape[1], batch,
-        SPLITS=part.shape[0], LOSSES=losses, LOSSES_POW2=triton.next_power_of_2(losses), BLOCK=BLOCK, num_warps=8,
+    size, (rows, in_parts), losses = grad.numel(), part.shape, len(loss_part)
+    _reduce[(programs(size, in_parts),)](
+        grad, part, square, counter, loss_part, q_part, loss_sum, q_mean, size, part.stride(0), in_parts, batch, *ends, *splits,
+        ROWS=triton.next_power_of_2(rows), LOSSES=losses, LOSSES_POW2=triton.next_power_of_2(losses), TILE=TILE, BLOCK=BLOCK,
+        num_warps=8,
     )  # fmt: skip
 
 

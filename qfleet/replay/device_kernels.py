@@ -71,25 +71,21 @@ def _fold(
     _stack(flags, frames, (slot + length * E) % size, B + i, inside, E, size, STACK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "E", "T"])
 def _uniform(
     key, counter, ring, place, out_weight,
     action, reward, flags, oldest, gamma, out_id, out_action, out_reward, out_discount, frames, B, E, T, clip,
-    SEARCH: tl.constexpr, STEPS: tl.constexpr, STACK: tl.constexpr, BM: tl.constexpr,
+    COLUMNS: tl.constexpr, STEPS: tl.constexpr, STACK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = i < B
     starts = tl.load(place + 3 * E - 1)
     chosen = (_random(key, tl.load(counter), i) * starts.to(tl.float64)).to(tl.int64)
-    low = tl.zeros((BM,), tl.int32)  # the first column up to which there are more starts than `chosen`
-    high = low + E
-    for _ in tl.static_range(SEARCH):
-        middle = (low + high) // 2
-        right = tl.load(place + 2 * E + middle, mask=inside, other=0) <= chosen
-        low = tl.where(right, middle + 1, low)
-        high = tl.where(right, high, middle)
-        low, high = tl.minimum(low, E - 1), tl.minimum(high, E - 1)
-    column = low.to(tl.int64)
+    # The column that holds it: as many lie before as have no more starts up to their end. One load, no search.
+    e = tl.arange(0, COLUMNS)
+    until = tl.load(place + 2 * E + e, mask=e < E, other=9223372036854775807)
+    column = tl.sum((until[None, :] <= chosen[:, None]).to(tl.int64), 1)
+    column = tl.minimum(column, (E - 1).to(tl.int64))
     at = tl.load(place + column, mask=inside, other=0) + chosen - tl.load(place + E + column, mask=inside, other=0)
     slot = tl.load(ring + at % T * E + column, mask=inside, other=0).to(tl.int64)
     tl.store(out_weight + i, tl.full((BM,), 1.0, tl.float32), mask=inside)
@@ -99,7 +95,7 @@ def _uniform(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "E", "T"])
 def _prioritized(
     key, counter, tree, offset, beta, out_weight,
     action, reward, flags, oldest, gamma, out_id, out_action, out_reward, out_discount, frames, B, E, T, clip,
@@ -139,7 +135,7 @@ def _prioritized(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "E", "T"])
 def _update(
     tree, offset, id, error, oldest, highest, B, E, T, alpha, epsilon, LEVELS: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
@@ -195,9 +191,9 @@ def _gather(obs, frames, out, WORDS: tl.constexpr, Q: tl.constexpr, STACK: tl.co
 def uniform(key: int, counter: Tensor, ring: Tensor, place: Tensor, rings: Rings, out: Drawn, *, rows: int, clip: float, stack: int) -> None:  # fmt: skip
     """Batch `counter` [1] of uniform starts; ring and place as in replay.uniform."""
     batch, columns = len(out.action), len(rings.oldest)
-    _uniform[(-(-batch // 128),)](
+    _uniform[(-(-batch // 32),)](
         _signed(key), counter, ring, place, out.weight, *rings, *out[:4], out.frames, batch, columns, rows, clip,
-        SEARCH=columns.bit_length(), STEPS=len(rings.gamma) - 1, STACK=stack, BM=128, num_warps=4,
+        COLUMNS=triton.next_power_of_2(columns), STEPS=len(rings.gamma) - 1, STACK=stack, BM=32, num_warps=4,
     )  # fmt: skip
 
 

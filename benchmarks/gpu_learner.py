@@ -1,0 +1,177 @@
+"""The learner alone on one GPU: whole updates (draw, gather, targets, loss, backward, Adam), Nature network, double DQN, n = 3.
+
+    python benchmarks/gpu_learner.py [--batch 32 256 1024]
+
+Ours by hand and by autograd (both recorded as one graph), uniform and prioritised, on a replay of 1M steps on the GPU; beside them
+the same update as most people would write it today, compiled by torch.compile and recorded: NCHW bf16 autocast, plain
+convolutions, torch.optim.Adam(fused, capturable), frames gathered by index. The limit is the time in which the bytes that
+an update cannot avoid (frames, activations once written and once read in each pass, parameters) cross the memory at its
+measured bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import median, record
+from torch import Tensor, nn
+
+DEVICE = torch.device("cuda")
+ENVS, CAPACITY = 512, 1_000_000
+
+
+def filled(config: Any, spec: Any) -> Any:
+    from qfleet.replay import Replay
+    from qfleet.types import Step
+
+    replay = Replay(config, spec, DEVICE)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    shape = (100, ENVS)
+    for _ in range(CAPACITY // ENVS // 100 + 2):
+        ended = torch.rand(shape, device=DEVICE, generator=g) < 0.001
+        rows = (
+            torch.randint(0, 256, (*shape, 84, 84), dtype=torch.uint8, device=DEVICE, generator=g),
+            torch.randint(0, 6, shape, device=DEVICE, generator=g),
+            torch.randn(shape, device=DEVICE, generator=g),
+            ended, torch.zeros_like(ended), ended.roll(1, 0),
+        )  # fmt: skip
+        replay.extend(Step(*rows))
+    return replay
+
+
+def rate(update: Callable[[], Any], updates: int = 300, repeats: int = 7) -> float:
+    """Updates per second, the median of some runs."""
+    rates = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(updates):
+            update()
+        torch.cuda.synchronize()
+        rates.append(updates / (time.perf_counter() - began))
+    return median(rates)
+
+
+def ours(batch: int, prioritized: bool, by_hand: bool) -> float:
+    from qfleet import recipes
+    from qfleet.captured import CapturedLearner
+    from qfleet.config import override
+    from qfleet.types import Spec
+
+    spec = Spec(obs_shape=(84, 84), obs_dtype="uint8", num_actions=6, frame_stack=4)
+    settings = {
+        "env.num_envs": ENVS, "replay.capacity": CAPACITY, "replay.prioritized": prioritized, "learner.batch_size": batch,
+        "learner.n_step": 3, "learner.precision": "bf16", "learner.target_interval": 1_000_000,
+    }  # fmt: skip
+    config = override(recipes.make("double", "pong", gpu=True), settings)
+    replay = filled(config, spec)
+    learner = CapturedLearner(config, spec, DEVICE)
+    if not by_hand:
+        learner.by_hand, learner.low = False, None
+    learner.prepare(replay)
+    step = learner._step
+    assert step is not None
+    if step.why_not:
+        print(f"  not recorded: {step.why_not}")
+    learner._lr.fill_(1e-4)
+    learner._beta.fill_(0.5)
+    return rate(step)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 6),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.float() / 255.0)
+
+
+def compiled(batch: int) -> float:
+    frames = torch.randint(0, 256, (CAPACITY, 84, 84), dtype=torch.uint8, device=DEVICE)
+    action = torch.randint(0, 6, (CAPACITY,), device=DEVICE)
+    reward, done = torch.randn(CAPACITY, device=DEVICE), torch.rand(CAPACITY, device=DEVICE) < 0.001
+    online, target = Plain().to(DEVICE), Plain().to(DEVICE)
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, fused=True, capturable=True)
+    offsets, steps = torch.arange(-3, 1, device=DEVICE), torch.arange(3, device=DEVICE)
+    gammas = 0.99**steps
+
+    def loss() -> Tensor:
+        at = torch.randint(4, CAPACITY - 4, (batch,), device=DEVICE)
+        obs, after = frames[at[:, None] + offsets], frames[at[:, None] + offsets + 3]
+        ended = done[at[:, None] + steps]
+        alive = 1.0 - (ended.float().cumsum(1) - ended.float()).clamp(max=1.0)
+        returns = (reward[at[:, None] + steps].clamp(-1, 1) * alive * gammas).sum(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            with torch.no_grad():
+                best = online(after).argmax(1, keepdim=True)
+                value = target(after).gather(1, best).squeeze(1).float()
+            q = online(obs).gather(1, action[at].unsqueeze(1)).squeeze(1).float()
+        goal = returns + 0.99**3 * (1.0 - ended.any(1).float()) * value
+        return F.smooth_l1_loss(q, goal)
+
+    fast = torch.compile(loss)
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        fast().backward()
+        nn.utils.clip_grad_norm_(online.parameters(), 10.0, foreach=True)
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            update()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update()
+    return rate(graph.replay)
+
+
+def limit(batch: int, bandwidth: float) -> float:
+    """Updates per second if only unavoidable bytes counted: see the module's text."""
+    frames = 2 * batch * 4 * 84 * 84
+    activations = 2 * batch * (20 * 20 * 32 + 9 * 9 * 64 + 7 * 7 * 64 + 512)  # bf16, one network, one batch
+    passes = activations * 2 * 3 + activations * 3  # written and read in three forward passes; backward
+    parameters = 1_690_000 * (4 * 7 + 2)  # Adam: read p, g, m, v; write p, m, v and the bf16 copy
+    return bandwidth / (frames + passes + parameters)
+
+
+def copy_bandwidth() -> float:
+    a = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    b = torch.empty_like(a)
+    return rate(lambda: b.copy_(a), 20) * 2 * a.numel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="*", default=[32, 256, 1024])
+    parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out")
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"memory {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for batch in args.batch:
+        result = {
+            "hand": ours(batch, False, True),
+            "hand_prioritized": ours(batch, True, True),
+            "autograd": ours(batch, False, False),
+        }
+        if not args.no_peer:
+            result["torch_compile"] = compiled(batch)
+        result["bandwidth_limit"] = limit(batch, bandwidth)
+        print(f"batch {batch:5d}  " + "  ".join(f"{k} {v:,.0f}/s" for k, v in result.items())
+              + f"  = {result['hand'] * batch:,.0f} samples/s; prioritised costs {result['hand'] / result['hand_prioritized'] - 1:.1%} more", flush=True)  # fmt: skip
+        record("gpu_learner", {"gpu": torch.cuda.get_device_name(), "batch": batch, "updates_per_second": result})
+
+
+if __name__ == "__main__":
+    main()
