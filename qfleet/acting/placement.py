@@ -16,7 +16,7 @@ from qfleet.acting.policy import Policy
 from qfleet.device import settle
 
 BUDGET = 0.1  # seconds of measuring on each device
-LEAST = 5  # measurements
+LEAST = 3  # measurements
 
 
 def seconds(policy: Policy, batch: int) -> float:

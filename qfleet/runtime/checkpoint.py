@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from qfleet.types import Array, State
 FORMAT = 1
 ARRAY = "__array__"
 SEGMENT_BYTES = 256 << 20
+WRITERS = min(4, os.cpu_count() or 1)  # segments that are hashed and written at once
 
 
 class CheckpointError(ValueError):
@@ -74,6 +76,11 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
         f.flush()
         os.fsync(f.fileno())
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _write_rows(path: Path, rows: dict[str, torch.Tensor], upto: list[int]) -> dict[str, Any]:
+    """-> the segment's entry in the manifest."""
+    return {"file": path.name, **_write(path, _arrays(rows)), "upto": upto}
 
 
 def _read(path: Path, entry: Mapping[str, Any], checkpoint: Path) -> bytes:
@@ -167,12 +174,16 @@ class Checkpoints:
         try:
             since = torch.zeros_like(count) if self._saved_rows is None else self._saved_rows
             since = torch.maximum(since, oldest)
-            while bool((since < count).any()):  # in parts: a segment is held in memory while it is written
-                until = torch.minimum(since + replay.rows_within(SEGMENT_BYTES), count)
-                written.append(rows_dir / f"rows_{step:09d}_{len(written):03d}.safetensors")
-                entry = _write(written[-1], _arrays(replay.segment(since, until)))
-                segments.append({"file": written[-1].name, **entry, "upto": until.tolist()})
-                since = until
+            with ThreadPoolExecutor(WRITERS) as pool:
+                writing: list[Future[dict[str, Any]]] = []
+                while bool((since < count).any()):  # in parts: a segment is held in memory while it is written
+                    until = torch.minimum(since + replay.rows_within(SEGMENT_BYTES), count)
+                    written.append(rows_dir / f"rows_{step:09d}_{len(written):03d}.safetensors")
+                    if len(writing) >= WRITERS:
+                        writing[-WRITERS].result()
+                    writing.append(pool.submit(_write_rows, written[-1], replay.segment(since, until), until.tolist()))
+                    since = until
+                segments += [segment.result() for segment in writing]
             _sync_dir(rows_dir)
             _write_folder(self.dir / f"step_{step:09d}", {**state, "step": step, "replay": replay.state()}, segments)
         except OSError:

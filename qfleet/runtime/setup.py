@@ -79,8 +79,9 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
     dist = f"c51 for returns from {n.v_min:g} to {n.v_max:g}" if n.dist == "c51" else n.dist
     algorithm = ", ".join([dist, *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
     size = Replay.memory(config, made.spec)
+    groups = f", {config.runtime.groups} groups" if config.runtime.groups > 1 else ""
     lines = [
-        f"  environments  {config.env.num_envs} × {config.env.id} ({made.kind}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
+        f"  environments  {config.env.num_envs} × {config.env.id} ({made.kind}{groups}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
         f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
         f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval}",
         f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",

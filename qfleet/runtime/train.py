@@ -127,6 +127,7 @@ class Trainer:
         if not resume:
             self.collector.start()
             dump_yaml(config, run_dir / "config.yaml", versions(config))
+        self.schedule.wait()  # what was queued outside of its streams
         self._began = time.perf_counter()
         self.metrics = Metrics(run_dir, position)
         self._open.callback(self.metrics.close)
