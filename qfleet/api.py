@@ -196,7 +196,11 @@ def compose(
         of = "general" if ids.atari_game(ids.find(str(env_id))) is None else "atari"
     gpu = pick_device(str(given.get("device") or file.get("device") or "auto")) != "cpu"
     base = recipes.make(str(recipe or file.get("recipe") or recipes.DEFAULT), str(env_id), of, gpu)
-    return configs.override(base, {**file, **given, "env.id": env_id, "recipe": base.recipe})
+    settings = {**file, **given, "env.id": env_id, "recipe": base.recipe}
+    wanted = str(settings.get("env.num_envs", ""))
+    if wanted.isdigit() and int(wanted) % base.runtime.groups and "runtime.groups" not in settings:
+        settings["runtime.groups"] = 1  # the recipe's groups do not suit the user's number
+    return configs.override(base, settings)
 
 
 def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
@@ -209,7 +213,8 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
         )
     if given:
         if "device" in given:
-            given = {**given, "acting.device": "auto"}  # it was measured on the other one
+            # What was settled for the other one. (Precision stays: it is part of the numbers.)
+            given = {**given, "acting.device": "auto", "runtime.schedule": "auto"}
         config = configs.override(config, given)
         configs.dump_yaml(config, folder / "config.yaml", _resolved(folder))
     return config

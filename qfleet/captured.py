@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qfleet import kernels
 from qfleet.config import Config
-from qfleet.device import Captured, Mark, pinned, triton_works
+from qfleet.device import Captured, Mark, pinned
 from qfleet.learner import Learned, Learner
 from qfleet.networks import QNetwork
 from qfleet.replay import Replay
@@ -26,7 +27,7 @@ LOW = torch.bfloat16
 class CapturedLearner(Learner):
     def __init__(self, config: Config, spec: Spec, device: torch.device) -> None:
         super().__init__(config, spec, device)
-        self.kernels = device.type == "cuda" and triton_works()
+        self.kernels = device.type == "cuda" and kernels.available()
         self.by_hand = self.kernels and suits(config, spec)
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._lr, self._beta, self._q_mean = (torch.zeros(1, device=device) for _ in range(3))

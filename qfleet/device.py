@@ -17,15 +17,6 @@ import torch
 from torch import Tensor
 
 
-def triton_works() -> bool:
-    """Is there a Triton to compile kernels with? (On the CPU: its interpreter, for tests.)"""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 class Queue:
     """Work in order: `with queue:` puts what is called into it. On the CPU work is done at once."""
 
@@ -157,10 +148,13 @@ class Captured:
     """A function without arguments, whose queue of kernels is recorded once and then launched as one.
 
     `state`: tensors the function changes. They are put back after the trial runs that recording needs.
-    `why_not` says why it could not be recorded; then it is simply called.
+    `why_not` says why it could not be recorded; then it is simply called. Errors of the function itself are raised.
+    `urgent`: as in Queue; a graph keeps the priority it was recorded with.
     """
 
-    def __init__(self, function: Callable[[], None], state: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[[], None], state: Iterable[Tensor], device: torch.device, urgent: bool = False
+    ) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         self.why_not = ""
@@ -168,26 +162,24 @@ class Captured:
             self.why_not = "graphs need a GPU"
             return
         kept = [(tensor, tensor.clone()) for tensor in state]
-        try:
-            self._record(device)
-        except Exception as e:  # whatever a library does that cannot be recorded: the run goes on without
-            torch.cuda.synchronize(device)
-            self.why_not = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-            self._graph = None
-        for tensor, copy in kept:
-            tensor.copy_(copy)
-
-    def _record(self, device: torch.device) -> None:
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        side = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._function()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            self._function()
-        self._graph = graph
+                function()
+        current.wait_stream(side)
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                function()
+            self._graph = graph
+        except RuntimeError as e:  # whatever a library does that cannot be recorded: the run goes on without
+            torch.cuda.set_stream(current)  # a failed recording leaves its own behind
+            torch.cuda.synchronize(device)
+            self.why_not = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        for tensor, copy in kept:
+            tensor.copy_(copy)
 
     def __call__(self) -> None:
         if self._graph is None:
@@ -196,14 +188,14 @@ class Captured:
             self._graph.replay()
 
 
-def pin(array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
+def pin(array: np.ndarray[Any, Any], device: torch.device) -> Callable[[], None] | None:
     """Make ordinary memory pinned, so that copies from it need not wait; -> what undoes it. None where it is refused."""
-    if not torch.cuda.is_available():
+    if device.type != "cuda":
         return None
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = array.ctypes.data
     if int(runtime.cudaHostRegister(address, array.nbytes, 0)) == 0:
         return lambda: runtime.cudaHostUnregister(address)
     with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize()  # the failure would be reported by whatever is called next
+        torch.zeros(1, device=device)  # the failure is reported by whatever is launched next
     return None

@@ -196,7 +196,7 @@ class Learner:
             count = min(self._chunk, end - first, interval - first % interval)
             sampled = source.sample(first, count, beta)
             if sampled.obs.device != self.device:  # a replay that lives on the host
-                sampled = Batch(*(field.to(self.device, non_blocking=True) for field in sampled))
+                sampled = Batch(*(field.to(self.device, non_blocking=self.device.type != "cpu") for field in sampled))
             for part in unbind(sampled, together):
                 target = self.targets(part, self.updates)
                 for batch, batch_target in zip(unbind(part, size), torch.split(target, size), strict=True):

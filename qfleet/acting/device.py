@@ -63,7 +63,7 @@ class DeviceActor:
         n, self._columns = sum(sizes), columns_of(sizes)
         self._spec, self._device, self._best = spec, device, best
         self._groups = [_Group(spec, size, device) for size in sizes]
-        self._pinned = [pin(envs.shared) if envs.shared is not None else None for envs in groups]
+        self._pinned = [pin(envs.shared, device) if envs.shared is not None else None for envs in groups]
         shape = (config.rows_per_round, n, *spec.obs_shape)
         self._staging = [torch.zeros(shape, dtype=spec.torch_dtype, device=device) for _ in range(2)]
         self._round = 0
@@ -91,7 +91,7 @@ class DeviceActor:
             g.first.copy_(g.host_first, non_blocking=True)
         self.transfer_bytes += obs.nbytes + first.nbytes
         if g.push is None:
-            g.push = Captured(g.join_stack, (g.stack,), self._device)
+            g.push = Captured(g.join_stack, (g.stack,), self._device, urgent=True)
         g.push()
         g.done.record()
 
@@ -107,7 +107,7 @@ class DeviceActor:
     def greedy(self, group: int) -> Array:
         g = self._groups[group]
         if g.act is None:
-            g.act = Captured(lambda: self._act(group), (), self._device)
+            g.act = Captured(lambda: self._act(group), (), self._device, urgent=True)
         g.act()
         g.done.record()
         self.settle(group)

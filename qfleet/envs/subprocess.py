@@ -109,7 +109,7 @@ class Subprocess(Envs):
         self.spec, self.num_envs, self.notes, self.frame_skip = spec, len(seeds), notes, frame_skip
         self._name = name
         self._seeds: Sequence[int | None] = seeds
-        self._awaited = 0
+        self._awaited, self._starting = 0, False
         workers = min(workers, self.num_envs)
         edges = [self.num_envs * w // workers for w in range(workers + 1)]
         self._parts = [slice(lo, hi) for lo, hi in itertools.pairwise(edges)]
@@ -162,6 +162,8 @@ class Subprocess(Envs):
     def close(self) -> None:
         for socket in self._sockets:
             socket.close()
+        if self._starting:  # busy making environments: they would not see it
+            self.kill()
         for process in self._processes:
             try:
                 process.wait(PATIENCE)

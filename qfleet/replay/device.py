@@ -67,7 +67,7 @@ class DeviceStorage(Storage):
         gone = oldest + down[: length + self.stack - 1]
         dropped = torch.where(gone < oldest_after, gone % self.rows * self.columns + column, self.size)
         was_start = self._is_start[dropped]
-        self._is_start[dropped] = False
+        self._is_start.index_fill_(0, dropped.flatten(), False)
 
         self.obs.index_copy_(0, slot, obs.flatten(0, 1))
         for ring, new in ((self.action, action), (self.reward, reward), (self.flags, flags)):

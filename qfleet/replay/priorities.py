@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet.replay.storage import Change, to_host
+from qfleet.replay.storage import Change
 from qfleet.rng import uniform_torch
 from qfleet.types import Array
 
@@ -35,7 +35,8 @@ class Priorities:
         self.offset = np.cumsum([0, *sizes[:-1]])
         # What new starts get: the highest priority so far, so that each is soon drawn once.
         self.highest = torch.ones(1, dtype=torch.float64, device=device)
-        self._tree, self._highest = to_host(self.tree), to_host(self.highest)
+        if kernel:
+            self._tree, self._highest = self.tree.numpy(), self.highest.numpy()
 
     def apply(self, change: Change[Array] | Change[Tensor]) -> None:
         """New rows: whatever was overwritten is zeroed first, then new starts get the highest priority."""

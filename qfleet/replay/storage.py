@@ -65,12 +65,12 @@ class Storage:
         self._gammas = [config.learner.gamma**i for i in range(self.n + 1)]
         self.gamma = torch.tensor(self._gammas, dtype=torch.float32, device=device)  # [n + 1]
 
-        # One frame more than slots, of zeros: what a stack shows before the first frame of an episode. The large rings
-        # are left untouched, so that they take memory only as they fill.
+        # One frame more than slots, of zeros: what a stack shows before the first frame of an episode. The large ring
+        # is left untouched, so that it takes memory only as it fills.
         self.obs = torch.empty((self.size + 1, *spec.obs_shape), dtype=spec.torch_dtype, device=device)
         self.obs[-1].zero_()
-        self.action = torch.empty(self.size, dtype=action_dtype(spec), device=device)
-        self.reward = torch.empty(self.size, dtype=torch.float32, device=device)
+        self.action = torch.zeros(self.size, dtype=action_dtype(spec), device=device)
+        self.reward = torch.zeros(self.size, dtype=torch.float32, device=device)
         self.flags = torch.zeros(self.size, dtype=torch.uint8, device=device)
         self.count = torch.zeros(self.columns, dtype=torch.int64)  # [E] rows ever written; on the host
         self.oldest = torch.zeros(self.columns, dtype=torch.int64, device=device)  # [E] rows before it are no starts

@@ -28,8 +28,10 @@ from qfleet.runtime.evaluation import Evaluation
 class Background:
     """One evaluation at a time."""
 
-    def __init__(self, policy: Policy, make_envs: Callable[[], Envs], episodes: int) -> None:
-        self.policy, self._make_envs, self._episodes = policy, make_envs, episodes
+    def __init__(
+        self, policy: Policy, make_envs: Callable[[], Envs], episodes: int, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.policy, self._make_envs, self._episodes, self._stop_asked = policy, make_envs, episodes, stop
         self._flat, self._copied, self._queue = (
             Flat(policy.net, policy.device),
             Mark(policy.device),
@@ -65,7 +67,10 @@ class Background:
         if self._envs is None:
             self._envs = self._make_envs()
         with self._queue:
-            return evaluation.play(self.policy, self._envs, self._episodes, seed, step, stop=lambda: self._stop)
+            return evaluation.play(self.policy, self._envs, self._episodes, seed, step, self._ended)
+
+    def _ended(self) -> bool:
+        return self._stop or self._stop_asked()
 
     def close(self) -> None:
         self._stop = True

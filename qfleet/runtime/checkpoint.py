@@ -30,9 +30,9 @@ import torch
 from qfleet.replay import Replay
 from qfleet.types import Array, State
 
-FORMAT = 1
+FORMAT = 2  # 1: Nature features channels first, no groups
 ARRAY = "__array__"
-SEGMENT_BYTES = 256 << 20
+SEGMENT_BYTES = 64 << 20
 WRITERS = min(4, os.cpu_count() or 1)  # segments that are hashed and written at once
 
 
@@ -176,7 +176,7 @@ class Checkpoints:
             since = torch.maximum(since, oldest)
             with ThreadPoolExecutor(WRITERS) as pool:
                 writing: list[Future[dict[str, Any]]] = []
-                while bool((since < count).any()):  # in parts: a segment is held in memory while it is written
+                while bool((since < count).any()):  # in parts: WRITERS of them are in memory
                     until = torch.minimum(since + replay.rows_within(SEGMENT_BYTES), count)
                     written.append(rows_dir / f"rows_{step:09d}_{len(written):03d}.safetensors")
                     if len(writing) >= WRITERS:

@@ -36,6 +36,10 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
     # them trains Pong at 157 steps/s, and in turn with them at 186 (same lag, same numbers).
     busy = config.learner.threads if device.type == "cpu" else 1
     pipelined = config.runtime.lag == 1 and (os.cpu_count() or 1) > busy
+    if config.runtime.schedule == "streams" and device.type != replay_device.type:
+        raise ConfigError(
+            f"runtime.schedule is 'streams', which keeps replay and learner on one device, but replay.device is {config.replay.device!r} and device {str(device)!r}. Leave the schedule or replay.device out."
+        )
     choices: dict[str, Any] = {
         "device": str(device),
         "learner.compile": compile_choice(config),

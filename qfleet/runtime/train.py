@@ -57,6 +57,8 @@ class Trainer:
         self.run_dir, self.progress = run_dir, progress
         self._threads = config.runtime.emulator_threads or os.cpu_count() or 1
         device = torch.device(pick_device(config.device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         seed = rng.derive(config.seed, "environments")
         self.groups = envs.make_groups(
             config.env,
@@ -125,6 +127,8 @@ class Trainer:
         position = self._load() if resume else None
         self._evaluations_begun = self.collector.steps // (config.runtime.eval_every or 1)
         if not resume:
+            self._publish()
+            self.schedule.wait()
             self.collector.start()
             dump_yaml(config, run_dir / "config.yaml", versions(config))
         self.schedule.wait()  # what was queued outside of its streams
@@ -386,6 +390,7 @@ class Trainer:
             Policy(net, config, spec, self.learner.device),
             lambda: envs.make(env, seed=seed, num_envs=min(episodes, evaluation.MAX_ENVS), threads=self._threads),
             episodes,
+            stop=lambda: self.signal is not None,
         )
         self._open.callback(self._background.close)
 
@@ -435,7 +440,7 @@ class Trainer:
             "best": self.best,
             "evaluations_since_best": self.evaluations_since_best,
             "lr_scale": self.lr_scale,
-            "evaluation_due": self._evaluation_due,
+            "evaluation_due": self._evaluation_due or (self._background is not None and self._background.busy),
             "window": [self._loss_sum, self._q_mean, self._window_updates],
             "metrics_bytes": self.metrics.position(),
             "seconds": self.seconds,
@@ -445,6 +450,8 @@ class Trainer:
         """-> the length metrics.jsonl had at the checkpoint."""
         state = self.checkpoints.load(self.replay)
         self.learner.load_state(tensors(state["learner"]))
+        self._publish()  # where environments begin anew, their first actions are due at once
+        self.schedule.wait()
         self.collector.load_state(state["collector"])
         self.stored_steps = state["stored_steps"]
         self.best, self.evaluations_since_best = state["best"], state["evaluations_since_best"]

@@ -1,0 +1,75 @@
+"""Compiles every kernel of an update for an H100 or H200, without one: run as a program by test_compile.py.
+
+Triton's interpreter accepts what its compiler refuses. So the launches of a whole update are made with a driver that only
+says what to compile for, and with `warmup`, which compiles and does not launch.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from test_nature import SPEC, config_of, filled
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from qfleet.kernels import head, nature, optimizer
+from qfleet.learner import Learner
+
+compiled: set[str] = set()
+
+
+class Driver:
+    """Enough of one to compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.add(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = only_compile  # type: ignore[method-assign]
+    nature.product = lambda a, b, out: None  # a CPU has no product of bf16 that gives float32
+    for settings in (
+        {},
+        {"learner__double": True, "learner__loss": "mse", "learner__weight_decay": 0.1, "learner__batch_size": 1},
+        {
+            "learner__munchausen": True,
+            "replay__prioritized": True,
+            "learner__grad_clip": 0.0,
+            "learner__batch_size": 1000,
+        },
+    ):
+        config = config_of(**settings)
+        learner = Learner(config, SPEC, torch.device("cpu"))
+        data = learner.flat.data
+        low, zeros = data.bfloat16(), torch.zeros_like(data)
+        one = torch.zeros(1)
+        buffers = nature.Buffers(
+            data, low, data, low, zeros, zeros, zeros, torch.zeros(1, dtype=torch.int64), one, one, one.double(), one
+        )
+        sampler = filled(config).on_device(config.learner.batch_size, kernels=True)
+        nature.Update(config, learner.flat.places, buffers, sampler)()
+        params = nature.Params.of(low, learner.flat.places)
+        forward = nature.Forward(params, params, 7)
+        head.greedy(forward.h, forward.last, torch.zeros(7, dtype=torch.int64))
+    optimizer._nothing[(1,)](one)
+    print(" ".join(sorted(compiled)))
+
+
+if __name__ == "__main__":
+    main()
