@@ -1,6 +1,6 @@
 """The learner alone on one GPU: whole updates (draw, gather, targets, loss, backward, Adam), Nature network, double DQN, n = 3.
 
-    python benchmarks/gpu_learner.py [--batch 32 256 1024]
+    python benchmarks/gpu_learner.py [--batch 32 256 1024] [--recipe rainbow] [--profile]
 
 Ours by hand and by autograd (both recorded as one graph), uniform and prioritised, on a replay of 1M steps on the GPU; beside them
 the same update as most people would write it today, compiled by torch.compile and recorded: NCHW bf16 autocast, plain
@@ -57,7 +57,7 @@ def rate(update: Callable[[], Any], updates: int = 300, repeats: int = 7) -> flo
     return median(rates)
 
 
-def ours(batch: int, prioritized: bool, by_hand: bool) -> float:
+def ours(batch: int, prioritized: bool, by_hand: bool = True, recipe: str = "double", profile: bool = False) -> float:
     from qfleet import recipes
     from qfleet.captured import CapturedLearner
     from qfleet.config import override
@@ -65,10 +65,12 @@ def ours(batch: int, prioritized: bool, by_hand: bool) -> float:
 
     spec = Spec(obs_shape=(84, 84), obs_dtype="uint8", num_actions=6, frame_stack=4)
     settings = {
-        "env.num_envs": ENVS, "replay.capacity": CAPACITY, "replay.prioritized": prioritized, "learner.batch_size": batch,
+        "env.num_envs": ENVS, "replay.capacity": CAPACITY, "learner.batch_size": batch,
         "learner.n_step": 3, "learner.precision": "bf16", "learner.target_interval": 1_000_000,
     }  # fmt: skip
-    config = override(recipes.make("double", "pong", gpu=True), settings)
+    if prioritized:
+        settings["replay.prioritized"] = True
+    config = override(recipes.make(recipe, "pong", gpu=True), settings)
     replay = filled(config, spec)
     learner = CapturedLearner(config, spec, DEVICE)
     if not by_hand:
@@ -80,7 +82,26 @@ def ours(batch: int, prioritized: bool, by_hand: bool) -> float:
         print(f"  not recorded: {step.why_not}")
     learner._lr.fill_(1e-4)
     learner._beta.fill_(0.5)
+    if profile:
+        show_kernels(step)
     return rate(step)
+
+
+def show_kernels(step: Callable[[], Any], updates: int = 20) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    with profiled(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(updates):
+            step()
+        torch.cuda.synchronize()
+    kernels = sorted((e for e in seen.key_averages() if e.device_time_total), key=lambda e: -e.device_time_total)
+    total = sum(e.device_time_total for e in kernels)
+    print(
+        f"  {sum(e.count for e in kernels) / updates:.0f} kernels an update, {total / updates:.0f} µs if one after the other"
+    )
+    for e in kernels[:25]:
+        print(f"  {e.device_time_total / updates:8.1f} µs x{e.count / updates:3.0f}  {e.key[:90]}")
 
 
 class Plain(nn.Module):
@@ -155,15 +176,22 @@ def copy_bandwidth() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[32, 256, 1024])
+    parser.add_argument("--recipe", help="this one alone")
+    parser.add_argument("--profile", action="store_true", help="show the kernels of an update")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out")
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"memory {bandwidth / 1e12:.2f} TB/s", flush=True)
     for batch in args.batch:
+        if args.recipe:
+            got = ours(batch, False, recipe=args.recipe, profile=args.profile)
+            print(f"batch {batch:5d}  {args.recipe} {got:,.0f}/s = {got * batch:,.0f} samples/s", flush=True)
+            record("gpu_learner", {"gpu": torch.cuda.get_device_name(), "batch": batch, "recipe": args.recipe, "updates_per_second": got})  # fmt: skip
+            continue
         result = {
-            "hand": ours(batch, False, True),
-            "hand_prioritized": ours(batch, True, True),
-            "autograd": ours(batch, False, False),
+            "hand": ours(batch, False, profile=args.profile),
+            "hand_prioritized": ours(batch, True),
+            "autograd": ours(batch, False, by_hand=False),
         }
         if not args.no_peer:
             result["torch_compile"] = compiled(batch)

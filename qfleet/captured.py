@@ -7,6 +7,7 @@ outputs (kernels/nature.py), and for everything else the functions of learner.py
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -37,9 +38,9 @@ class CapturedLearner(Learner):
         self._target_low = self.target.data.to(LOW) if self.by_hand else None
         self._step: Captured | None = None
         self._sampler: Sampler | None = None
-        self._reports = [Report(device), Report(device)]
-        self._calls, self._noted = 0, False
+        self._reports = [Report(device), Report(device)]  # in turn; the second one is on its way, or empty
         self._reported = 0.0
+        self._noted = False
 
     def note(self) -> str:
         """What the user should know about how updates run on this GPU, once."""
@@ -64,13 +65,23 @@ class CapturedLearner(Learner):
                 self.refresh_target()
                 if self._target_low is not None:
                     self._target_low.copy_(self.target.data)
-        now, before = (self._reports[(self._calls + i) % 2] for i in range(2))
-        self._calls += 1
+        now, before = self._reports
+        self._reports = [before, now]
         now.queue(self._loss_sum, self._q_mean, updates)
-        if self._calls == 1:
+        return self._read(before)
+
+    def flush(self) -> Learned | None:
+        return self._read(self._reports[1])
+
+    def _read(self, report: Report) -> Learned | None:
+        """What it says and no earlier one said. This wait keeps the host from running ahead of the device."""
+        updates, report.updates = report.updates, 0
+        if not updates:
             return None
-        total, q_mean = before.read()
-        learned = Learned(total - self._reported, q_mean, before.updates)
+        began = time.perf_counter()
+        total, q_mean = report.read()
+        self.wait_seconds += time.perf_counter() - began
+        learned = Learned(total - self._reported, q_mean, updates)
         self._reported = total
         return learned
 
@@ -131,7 +142,7 @@ class Report:
         self._device = torch.zeros(2, dtype=torch.float64, device=device)
         self._host = pinned((2,), torch.float64, device)
         self._arrived = Mark(device)
-        self.updates = 0
+        self.updates = 0  # 0: nothing to read
 
     def queue(self, loss_sum: Tensor, q_mean: Tensor, updates: int) -> None:
         self._device[:1] = loss_sum

@@ -124,6 +124,7 @@ class Learner:
         self._has_modes = any(isinstance(m, MODAL) for m in self.net.modules())  # only a user's module can
         self.optimizer = Optimizer(config, self.flat.data)
         self.updates = 0
+        self.wait_seconds = 0.0  # of the host, for a device
         self.lr = config.learner.lr
         self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
         self._chunk = self._largest_chunk()
@@ -206,6 +207,10 @@ class Learner:
                     total_loss = total_loss + loss
         q = self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean()
         return Learned(float(total_loss), q.item(), updates)
+
+    def flush(self) -> Learned | None:
+        """What was done and not yet told: nothing here; on a device `learn` tells it one call later."""
+        return None
 
     def _handwritten(self) -> tuple[MlpGradient, Mlp] | tuple[None, None]:
         """Online and target network without autograd, where they are plain MLPs on the CPU."""

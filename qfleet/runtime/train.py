@@ -261,13 +261,10 @@ class Trainer:
         c = self.config.runtime
         if isinstance(self.learner, CapturedLearner) and (note := self.learner.note()):
             self.progress.message(f"  note          {note}")
-        if learned is not None:
-            self._loss_sum += learned.loss_sum
-            self._window_updates += learned.updates
-            self._q_mean = learned.q_mean
-            if not learned.loss_sum < EXPLODED * max(1, learned.updates):
-                self._diverged(step)
         finished = step >= self.config.total_steps
+        self._account(learned)
+        if finished:
+            self._account(self.learner.flush())
         if crossed(before, step, c.log_every) or finished:
             self._log(step)
         if finished:
@@ -284,6 +281,14 @@ class Trainer:
             self.stop_reason = "signal"
         if crossed(before, step, c.checkpoint_every):
             self._save()
+
+    def _account(self, learned: Learned | None) -> None:
+        if learned is not None:
+            self._loss_sum += learned.loss_sum
+            self._window_updates += learned.updates
+            self._q_mean = learned.q_mean
+            if not learned.loss_sum < EXPLODED * learned.updates:
+                self._diverged(self.collector.steps)
 
     def _log(self, step: int) -> None:
         now, then = self._clock(), self._marks
@@ -328,7 +333,7 @@ class Trainer:
             "act": self.collector.act_seconds - actor.wait_seconds,
             "learn": self.schedule.learn_seconds,
             "transfer": actor.transfer_seconds,
-            "wait": self.schedule.wait_seconds + actor.wait_seconds,
+            "wait": self.schedule.wait_seconds + self.learner.wait_seconds + actor.wait_seconds,
             "bytes": actor.transfer_bytes,
         }
 
@@ -427,6 +432,7 @@ class Trainer:
 
     def _save(self, stuck: bool = False) -> None:
         self.schedule.wait()
+        self._account(self.learner.flush())
         if not self.learner.flat.data.abs().max() < EXPLODED:
             self._diverged(self.collector.steps)
         self.checkpoints.save(self.collector.steps, self._state(stuck), self.replay)

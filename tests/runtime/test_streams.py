@@ -108,6 +108,8 @@ def test_every_recipe_trains_with_streams_and_resumes(
         again.run()
     assert again.learner.updates == whole.learner.updates > 10
     assert torch.equal(again.learner.flat.data, whole.learner.flat.data)
+    losses = [[r["train/loss"] for r in metrics.read(tmp_path / run) if "train/loss" in r] for run in ("whole", "half")]
+    assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-9)  # of every update, once
 
 
 def test_evaluation_beside_training(tmp_path: Path) -> None:
