@@ -3,7 +3,7 @@
     python benchmarks/gpu_learner.py [--batch 32 256 1024] [--recipe rainbow] [--profile]
 
 Ours by hand and by autograd (both recorded as one graph), uniform and prioritised, on a replay of 1M steps on the GPU; beside them
-the same update as most people would write it today, compiled by torch.compile and recorded: NCHW bf16 autocast, plain
+the same update as one would write it today, compiled by torch.compile and recorded: bf16 autocast, channels last, plain
 convolutions, torch.optim.Adam(fused, capturable), frames gathered by index. The limit is the time in which the bytes that
 an update cannot avoid (frames, activations once written and once read in each pass, parameters) cross the memory at its
 measured bandwidth.
@@ -113,14 +113,14 @@ class Plain(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.float() / 255.0)
+        return self.layers((x.to(torch.bfloat16) / 255.0).contiguous(memory_format=torch.channels_last))
 
 
 def compiled(batch: int) -> float:
     frames = torch.randint(0, 256, (CAPACITY, 84, 84), dtype=torch.uint8, device=DEVICE)
     action = torch.randint(0, 6, (CAPACITY,), device=DEVICE)
     reward, done = torch.randn(CAPACITY, device=DEVICE), torch.rand(CAPACITY, device=DEVICE) < 0.001
-    online, target = Plain().to(DEVICE), Plain().to(DEVICE)
+    online, target = (Plain().to(DEVICE, memory_format=torch.channels_last) for _ in range(2))
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, fused=True, capturable=True)
     offsets, steps = torch.arange(-3, 1, device=DEVICE), torch.arange(3, device=DEVICE)
     gammas = 0.99**steps
@@ -179,10 +179,14 @@ def main() -> None:
     parser.add_argument("--recipe", help="this one alone")
     parser.add_argument("--profile", action="store_true", help="show the kernels of an update")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--peer", action="store_true", help="torch.compile alone")
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"memory {bandwidth / 1e12:.2f} TB/s", flush=True)
     for batch in args.batch:
+        if args.peer:
+            print(f"batch {batch:5d}  torch.compile {compiled(batch):,.0f}/s", flush=True)
+            continue
         if args.recipe:
             got = ours(batch, False, recipe=args.recipe, profile=args.profile)
             print(f"batch {batch:5d}  {args.recipe} {got:,.0f}/s = {got * batch:,.0f} samples/s", flush=True)

@@ -57,7 +57,7 @@ class Trainer:
         self.run_dir, self.progress = run_dir, progress
         self._threads = config.runtime.emulator_threads or os.cpu_count() or 1
         device = torch.device(pick_device(config.device))
-        if device.type == "cuda":
+        if device.index is not None:
             torch.cuda.set_device(device)
         seed = rng.derive(config.seed, "environments")
         self.groups = envs.make_groups(
