@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
+from qfleet.device import Captured, Mark, pinned
 from qfleet.networks import QNetwork
 from qfleet.types import Array, Spec
 
@@ -38,3 +39,29 @@ class Policy:
         """Action values [B, A]. `noise` [1 or B, noise_size] explores with noisy layers; None uses their means."""
         x = torch.from_numpy(np.ascontiguousarray(obs, dtype=self.spec.obs_dtype))
         return self.net.q(x.to(self.device, non_blocking=True), noise)
+
+
+class Recorded:
+    """A policy for a fixed number of observations, from main memory and back in one launch where the device can."""
+
+    def __init__(self, policy: Policy, batch: int) -> None:
+        spec, device = policy.spec, policy.device
+        self.config, self._net = policy.config, policy.net
+        self._obs = pinned((batch, *spec.input_shape), spec.torch_dtype, device)
+        self._action = pinned((batch,), torch.int64, device)
+        self._there = torch.zeros_like(self._obs, device=device)
+        self._run, self._done = Captured(self._once, (), device, urgent=True), Mark(device)
+
+    @torch.no_grad()
+    def _once(self) -> None:
+        self._there.copy_(self._obs, non_blocking=True)
+        self._action.copy_(self._net.q(self._there).argmax(1), non_blocking=True)
+
+    def act(self, obs: Array) -> Array:
+        """Greedy actions [B]; the array is reused by the next call."""
+        self._obs.copy_(torch.from_numpy(obs))
+        self._run()
+        self._done.record()
+        self._done.wait()
+        actions: Array = self._action.numpy()
+        return actions

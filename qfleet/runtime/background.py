@@ -7,7 +7,8 @@
 | `close`  | the thread                                 | the thread, which looks at `stop` after every step   |
 
 Twenty games of Atari take seconds, in which a GPU would otherwise train nothing. The result belongs to the step the copy
-was made at, and the copy stays until the next `start`: it is what the best checkpoint saves.
+was made at, and the copy stays until the next `start`: it is what the best checkpoint saves. The environments are made at
+once, while everything else starts, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from qfleet.acting.policy import Policy
+from qfleet.acting.policy import Policy, Recorded
 from qfleet.device import Mark, Queue
 from qfleet.envs import Envs
 from qfleet.learner import Flat
@@ -31,15 +32,13 @@ class Background:
     def __init__(
         self, policy: Policy, make_envs: Callable[[], Envs], episodes: int, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self.policy, self._make_envs, self._episodes, self._stop_asked = policy, make_envs, episodes, stop
-        self._flat, self._copied, self._queue = (
-            Flat(policy.net, policy.device),
-            Mark(policy.device),
-            Queue(policy.device),
-        )
-        self._envs: Envs | None = None
+        self.policy, self._episodes, self._stop_asked = policy, episodes, stop
+        self._flat, self._copied = Flat(policy.net, policy.device), Mark(policy.device)
+        self._queue = Queue(policy.device, urgent=True)
         self._stop = False
         self._pool = ThreadPoolExecutor(1, "evaluation")
+        self._envs = self._pool.submit(make_envs)
+        self._player = Recorded(policy, evaluation.num_envs(episodes))
         self._running: Future[Evaluation | None] | None = None
 
     @property
@@ -55,7 +54,7 @@ class Background:
         self._running = self._pool.submit(self._play, seed, step)
 
     def result(self, wait: bool = False) -> Evaluation | None:
-        """That of the evaluation that was started, once."""
+        """That of the evaluation that was started, once; None if it has none, or was stopped."""
         if self._running is None or not (wait or self._running.done()):
             return None
         result = self._running.result()
@@ -63,11 +62,10 @@ class Background:
         return result
 
     def _play(self, seed: int, step: int) -> Evaluation | None:
+        envs = self._envs.result()
         self._copied.wait()
-        if self._envs is None:
-            self._envs = self._make_envs()
         with self._queue:
-            return evaluation.play(self.policy, self._envs, self._episodes, seed, step, self._ended)
+            return evaluation.play(self._player, envs, self._episodes, seed, step, self._ended)
 
     def _ended(self) -> bool:
         return self._stop or self._stop_asked()
@@ -75,5 +73,5 @@ class Background:
     def close(self) -> None:
         self._stop = True
         self._pool.shutdown()
-        if self._envs is not None:
-            self._envs.close()
+        if self._envs.exception() is None:
+            self._envs.result().close()

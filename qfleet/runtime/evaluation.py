@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from qfleet import envs as environments
 from qfleet import rng
 from qfleet.acting.actor import FrameStack
-from qfleet.acting.policy import Policy
-from qfleet.config import EnvConfig
+from qfleet.config import Config, EnvConfig
 from qfleet.envs import Envs, ids
+from qfleet.types import Array
 
 MAX_ENVS = 20
 MAX_EPISODE_STEPS = 27_000  # 30 minutes of Atari; a greedy policy may otherwise stay in one place for ever
@@ -34,14 +34,27 @@ class Evaluation:
         return asdict(self)
 
 
+def num_envs(episodes: int) -> int:
+    """How many environments play that many episodes."""
+    return min(episodes, MAX_ENVS)
+
+
 def make_envs(config: EnvConfig, episodes: int, seed: int, threads: int) -> Envs:
     if ids.atari_game(ids.find(config.id)) is not None:  # their number decides how games are stepped: these are few
         config = replace(config, vectorize="auto")
-    return environments.make(config, seed=seed, num_envs=min(episodes, MAX_ENVS), threads=threads)
+    return environments.make(config, seed=seed, num_envs=num_envs(episodes), threads=threads)
+
+
+class Player(Protocol):
+    """Observations [B, *input_shape] in, greedy actions [B] out."""
+
+    config: Config
+
+    def act(self, obs: Array) -> Array: ...
 
 
 def play(
-    policy: Policy, envs: Envs, episodes: int, seed: int, step: int, stop: Callable[[], bool] = lambda: False
+    player: Player, envs: Envs, episodes: int, seed: int, step: int, stop: Callable[[], bool] = lambda: False
 ) -> Evaluation | None:
     """None if `stop` became true on the way. Every environment plays its share of the episodes, so short episodes are not counted more often than long ones."""
     n = envs.num_envs
@@ -53,7 +66,7 @@ def play(
     while (share > 0).any():
         if stop():
             return None
-        s = envs.step(policy.act(stack.push(obs, first)))
+        s = envs.step(player.act(stack.push(obs, first)))
         obs, first = s.obs, s.first
         running += s.reward
         length += ~s.first
@@ -66,7 +79,7 @@ def play(
         length[over] = 0
     played = [r for each in returns for r in each]
     return Evaluation(
-        env=policy.config.env.id,
+        env=player.config.env.id,
         step=step,
         episodes=len(played),
         mean_return=float(np.mean(played)),

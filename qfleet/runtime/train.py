@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -340,14 +340,18 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         """Now, while nothing else happens."""
         began = time.perf_counter()
-        if self._background is not None and (earlier := self._background.result(wait=True)):
-            self._judge(earlier, self._background_state())
-        self._publish()
-        self.schedule.wait()
-        result = self.evaluate(step)
+        if self._background is not None:
+            if earlier := self._background.result(wait=True):
+                self._judge(earlier, self._background_state())
+            self._begin_evaluation(self._background, step)
+            result = self._background.result(wait=True)
+        else:
+            self._publish()
+            self.schedule.wait()
+            result = self.evaluate(step)
         self._evaluation_due = result is None
         if result is not None:
-            self._judge(result, self._state())
+            self._judge(result, self._state() if self._background is None else self._background_state())
         self._marks["wall"] += time.perf_counter() - began  # evaluation is not training time
 
     def _begin_evaluation(self, background: Background, step: int) -> None:
@@ -389,11 +393,10 @@ class Trainer:
         """From now on evaluations do not stop the training."""
         config, spec = self.config, self.envs.spec
         net = networks.build(config, spec).to(self.learner.device).eval()
-        env = replace(config.env, vectorize="subprocess") if self.envs.frame_skip > 1 else config.env
         seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
         self._background = Background(
             Policy(net, config, spec, self.learner.device),
-            lambda: envs.make(env, seed=seed, num_envs=min(episodes, evaluation.MAX_ENVS), threads=self._threads),
+            lambda: evaluation.make_envs(config.env, episodes, seed, self._threads),
             episodes,
             stop=lambda: self.signal is not None,
         )
