@@ -27,7 +27,7 @@ from qfleet.types import Array, Spec, State
 class _Group:
     """The buffers of one group of environments, and the graphs that stack its observations and act for it."""
 
-    def __init__(self, spec: Spec, size: int, device: torch.device) -> None:
+    def __init__(self, spec: Spec, size: int, device: torch.device, best: Callable[[Tensor, Tensor], None]) -> None:
         self.now = torch.zeros(size, *spec.obs_shape, dtype=spec.torch_dtype, device=device)
         self.first = torch.zeros(size, dtype=torch.bool, device=device)
         self.stack = torch.zeros(size, spec.frame_stack, *spec.obs_shape, dtype=spec.torch_dtype, device=device)
@@ -36,10 +36,14 @@ class _Group:
         self.host_first = pinned((size,), torch.bool, device)
         self.host_action = pinned((size,), torch.int64, device)
         self.done = Mark(device)
-        self.push: Captured | None = None
-        self.act: Captured | None = None
+        self.push = Captured(self._join_stack, (self.stack,), device, urgent=True)
+        self.act = Captured(lambda: self._choose(best), (), device, urgent=True)
 
-    def join_stack(self) -> None:
+    def _choose(self, best: Callable[[Tensor, Tensor], None]) -> None:
+        best(self.stack, self.action)
+        self.host_action.copy_(self.action, non_blocking=True)
+
+    def _join_stack(self) -> None:
         """The newest observations join the stack; an episode's first one stands alone."""
         if self.stack.shape[1] > 1:
             keep = ~self.first.view(-1, *[1] * (self.stack.dim() - 1))
@@ -61,14 +65,19 @@ class DeviceActor:
     ) -> None:
         sizes = [envs.num_envs for envs in groups]
         n, self._columns = sum(sizes), columns_of(sizes)
-        self._spec, self._device, self._best = spec, device, best
-        self._groups = [_Group(spec, size, device) for size in sizes]
+        self._device = device
+        self._noise_key = rng.key(config.seed, "acting noise")
+        self._noise = torch.zeros(n, noise_size, device=device) if noise_size else None
+
+        def best_of(group: int) -> Callable[[Tensor, Tensor], None]:
+            noise = None if self._noise is None else self._noise[self._columns[group]]
+            return lambda stack, action: best(group, stack.view(-1, *spec.input_shape), noise, action)
+
+        self._groups = [_Group(spec, size, device, best_of(group)) for group, size in enumerate(sizes)]
         self._pinned = [pin(envs.shared, device) if envs.shared is not None else None for envs in groups]
         shape = (config.rows_per_round, n, *spec.obs_shape)
         self._staging = [torch.zeros(shape, dtype=spec.torch_dtype, device=device) for _ in range(2)]
         self._round = 0
-        self._noise_key = rng.key(config.seed, "acting noise")
-        self._noise = torch.zeros(n, noise_size, device=device) if noise_size else None
         self._transfers = Spans(device)
         self.transfer_bytes = 0
         self.wait_seconds = 0.0
@@ -90,24 +99,14 @@ class DeviceActor:
             g.now.copy_(source, non_blocking=True)
             g.first.copy_(g.host_first, non_blocking=True)
         self.transfer_bytes += obs.nbytes + first.nbytes
-        if g.push is None:
-            g.push = Captured(g.join_stack, (g.stack,), self._device, urgent=True)
         g.push()
         g.done.record()
-
-    def _act(self, group: int) -> None:
-        g = self._groups[group]
-        noise = None if self._noise is None else self._noise[self._columns[group]]
-        self._best(group, g.stack.view(-1, *self._spec.input_shape), noise, g.action)
-        g.host_action.copy_(g.action, non_blocking=True)
 
     def stage(self, group: int, t: int) -> None:
         self._staging[self._round % 2][t, self._columns[group]] = self._groups[group].now
 
     def greedy(self, group: int) -> Array:
         g = self._groups[group]
-        if g.act is None:
-            g.act = Captured(lambda: self._act(group), (), self._device, urgent=True)
         g.act()
         g.done.record()
         self.settle(group)
