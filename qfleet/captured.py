@@ -1,8 +1,9 @@
 """The learner on a GPU: one update is one graph, from the draw to the new priorities, and the host never waits for it.
 
-Whatever changes from update to update (its number, learning rate, beta) lives in a tensor that the graph reads. Two kinds
-of update, with the same numbers up to rounding: hand-written kernels where the network is a Nature network with scalar
-outputs (kernels/nature.py), and for everything else the functions of learner.py, differentiated by autograd.
+Whatever changes from update to update (its number, learning rate, beta) lives in a tensor that the graph reads. Three kinds
+of update, with the same numbers up to rounding: kernels by hand where the network is a Nature network with scalar outputs
+(kernels/nature.py); for every other head behind its convolutions the functions of learner.py, differentiated by autograd, on
+networks in low precision (kernels/encoder.py); and for everything else the same functions on the network itself.
 """
 
 from __future__ import annotations
@@ -13,34 +14,60 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qfleet import kernels
+from qfleet import kernels, networks
 from qfleet.config import Config
 from qfleet.device import Captured, Mark, pinned
-from qfleet.learner import Learned, Learner
+from qfleet.learner import Flat, Learned, Learner
 from qfleet.networks import QNetwork
 from qfleet.replay import Replay
-from qfleet.replay.device import LARGEST, Sampler
-from qfleet.types import Spec, State
+from qfleet.replay.device import LARGEST, Drawn, Sampler
+from qfleet.types import Batch, Spec, State
 
 LOW = torch.bfloat16
+PIXELS = (21, 21, 64)  # of an observation after space-to-depth, as kernels/ read it
 
 
 class CapturedLearner(Learner):
     def __init__(self, config: Config, spec: Spec, device: torch.device) -> None:
         super().__init__(config, spec, device)
         self.kernels = device.type == "cuda" and kernels.available()
-        self.by_hand = self.kernels and suits(config, spec)
+        encoder = self.kernels and has_encoder(config, spec)
+        self.by_hand = encoder and suits(config, spec)
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._lr, self._beta, self._q_mean = (torch.zeros(1, device=device) for _ in range(3))
         self._loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
         # The parameters as the products read them, written by the optimiser's kernel.
-        self.low = self.flat.data.to(LOW) if self.by_hand else None
-        self._target_low = self.target.data.to(LOW) if self.by_hand else None
+        self.low: Tensor | None = None
+        self._target_low: Tensor | None = None
+        self._low_grad: Tensor | None = None
+        if self.by_hand:
+            self.low, self._target_low = self.flat.data.to(LOW), self.target.data.to(LOW)
+        elif encoder:
+            self._compute_low(LOW)
         self._step: Captured | None = None
         self._sampler: Sampler | None = None
         self._reports = [Report(device), Report(device)]  # in turn; the second one is on its way, or empty
         self._reported = 0.0
         self._noted = False
+
+    def _compute_low(self, dtype: torch.dtype) -> None:
+        """Differentiate networks in low precision, whose convolutions are kernels, instead of casting as we go."""
+        (self._online, online), (self._frozen, frozen) = self.low_net(dtype), self.low_net(dtype)
+        self.low, self._target_low, self._low_grad = online.data, frozen.data, online.bind_grad()
+        self.low.copy_(self.flat.data)
+        self._target_low.copy_(self.target.data)
+        for p in frozen.named.values():
+            p.requires_grad_(False)
+        self._pixels = self.low.new_zeros(2 * self.config.learner.batch_size, *PIXELS)
+        self._square = torch.zeros(-(-self.low.numel() // 4096), device=self.device)
+
+    def low_net(self, dtype: torch.dtype = LOW) -> tuple[QNetwork, Flat]:
+        """A network that reads pixels as the `gather` kernel writes them."""
+        from qfleet.kernels.encoder import Encoder
+
+        net = networks.build(self.config, self.spec).to(self.device).eval()
+        net.blocks[0] = Encoder(net.blocks[0])  # type: ignore[arg-type]
+        return net, Flat(net, self.device, dtype)
 
     def note(self) -> str:
         """What the user should know about how updates run on this GPU, once."""
@@ -93,6 +120,8 @@ class CapturedLearner(Learner):
         self._sampler = source.on_device(self.config.learner.batch_size, self.kernels)
         changed = [self.flat.data, self.target.data, *self.flat.buffers, self._counter, self._loss_sum, self._q_mean]
         changed += [self.optimizer.m, self.optimizer.v, self.optimizer.step, *self._sampler.changed]
+        if self.low is not None:
+            changed.append(self.low)
         if not self.by_hand:
             return Captured(self._update, changed, self.device)
         from qfleet.kernels import nature
@@ -102,26 +131,52 @@ class CapturedLearner(Learner):
             self.flat.data, self.low, self.target.data, self._target_low, self.grad, self.optimizer.m, self.optimizer.v,
             self._counter, self._lr, self._beta, self._loss_sum, self._q_mean,
         )  # fmt: skip
-        return Captured(
-            nature.Update(self.config, self.flat.places, buffers, self._sampler), [*changed, self.low], self.device
-        )
+        return Captured(nature.Update(self.config, self.flat.places, buffers, self._sampler), changed, self.device)
 
     def _update(self) -> None:
         """One update by autograd."""
         assert self._sampler is not None
+        grad = self.grad if self._low_grad is None else self._low_grad
         with torch.no_grad():
-            batch = self._sampler.batch(self._sampler.draw(self._counter, self._beta))
+            batch = self._batch(self._sampler, self._sampler.draw(self._counter, self._beta))
             draws = self._draws(self._counter, len(batch.action))
             target = self._targets(batch, draws)
         out, raw = self._loss(batch, target, draws)
-        self.grad.zero_()
+        grad.zero_()
         out.loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self._sampler.update(batch.id, out.priority)
-            self.optimizer(self.grad, self._lr)
             self._counter += 1
+            self._optimize(grad)
             self._loss_sum += out.loss
             self._q_mean.copy_(self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean())
+
+    def _batch(self, sampler: Sampler, drawn: Drawn) -> Batch:
+        if self._low_grad is None:
+            return sampler.batch(drawn)
+        from qfleet.replay import device_kernels
+
+        device_kernels.gather(sampler.frames, drawn.frames, self._pixels, self.spec.frame_stack)
+        obs, next_obs = self._pixels.chunk(2)
+        return Batch(obs, drawn.action, drawn.reward, drawn.discount, next_obs, drawn.id, drawn.weight)
+
+    def _optimize(self, grad: Tensor) -> None:
+        c = self.config.learner
+        if self.low is not None and c.optimizer == "adam":
+            from qfleet.kernels import optimizer
+
+            optimizer.squares(grad, self._square)
+            optimizer.adam(
+                self.flat.data, grad, self.optimizer.m, self.optimizer.v, self.low, self._square, self._counter, self._lr,
+                clip=c.grad_clip, eps=c.adam_eps, decay=c.weight_decay,
+            )  # fmt: skip
+            return
+        self.optimizer(self.grad.copy_(grad), self._lr)
+        if self.low is not None:
+            self.low.copy_(self.flat.data)
+
+    def precision(self) -> torch.autocast:
+        return super().precision() if self._low_grad is None else torch.autocast(self.device.type, enabled=False)
 
     def state(self) -> State:
         self.optimizer.step.fill_(self.updates)
@@ -157,21 +212,27 @@ class Report:
         return total, q_mean
 
 
+def has_encoder(config: Config, spec: Spec) -> bool:
+    """Is the encoder the one of kernels/encoder.py?"""
+    return (
+        config.network.kind in ("auto", "nature")
+        and (spec.obs_shape, spec.obs_dtype, spec.frame_stack) == ((84, 84), "uint8", 4)
+        and config.learner.precision == "bf16"
+        and config.learner.compile != "on"
+        and config.learner.batch_size <= LARGEST
+    )
+
+
 def suits(config: Config, spec: Spec) -> bool:
-    """Can kernels/nature.py do it?"""
+    """Can kernels/nature.py do what is behind the encoder?"""
     n, c = config.network, config.learner
     return (
-        n.kind in ("auto", "nature")
-        and (spec.obs_shape, spec.obs_dtype, spec.frame_stack) == ((84, 84), "uint8", 4)
-        and n.dist == "scalar"
+        n.dist == "scalar"
         and not (n.dueling or n.noisy)
         and len(n.hidden) == 1
         and n.hidden[0] % 128 == 0
         and spec.num_actions <= 32
         and c.optimizer == "adam"
-        and c.precision == "bf16"
-        and c.compile != "on"
-        and c.batch_size <= LARGEST
     )
 
 
@@ -183,14 +244,17 @@ class Best:
         self._low: Tensor | None = None
         if learner.low is None:
             return
+        self._inputs = [learner.low.new_zeros(size, *PIXELS) for size in sizes]
+        self._frames = [torch.arange(4 * size, device=learner.device) for size in sizes]
+        if not learner.by_hand:
+            self._net, flat = learner.low_net(learner.low.dtype)
+            self._low = flat.data
+            return
         from qfleet.kernels import nature
 
         self._low = learner.low.clone()
         params = nature.Params.of(self._low, learner.flat.places)
         self._forwards = [nature.Forward(params, params, size) for size in sizes]
-        c = nature.CONV1
-        self._inputs = [self._low.new_zeros(size, c.H, c.H, c.C) for size in sizes]
-        self._frames = [torch.arange(4 * size, device=learner.device) for size in sizes]
 
     def publish(self) -> None:
         if self._low is not None and self._learner.low is not None:
@@ -205,7 +269,11 @@ class Best:
         from qfleet.kernels import head
         from qfleet.replay import device_kernels
 
-        forward, x = self._forwards[group], self._inputs[group]
+        x = self._inputs[group]
         device_kernels.gather(stack.flatten(0, 1), self._frames[group], x, 4)
+        if not self._learner.by_hand:
+            action.copy_(self._net.q(x, noise).argmax(1))
+            return
+        forward = self._forwards[group]
         forward(x)
         head.greedy(forward.h, forward.last, action)

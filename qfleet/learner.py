@@ -60,10 +60,10 @@ class Draws(NamedTuple):
 class Flat:
     """One buffer that holds all parameters of a module, which become views of it; the same for gradients."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.named = dict(module.named_parameters())
         sizes = [-(-p.numel() // ALIGN) * ALIGN for p in self.named.values()]
-        self.data = torch.zeros(sum(sizes), device=device)
+        self.data = torch.zeros(sum(sizes), device=device, dtype=dtype)
         self._at = list(zip(self.named.values(), torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
         self.places = [(p.shape, at) for p, at in self._at]  # shape and offset of every parameter, in order
         for p, at in self._at:
@@ -121,6 +121,7 @@ class Learner:
         self.grad = self.flat.bind_grad()
         self.net.eval()
         self.target_net.eval()
+        self._online, self._frozen = self.net, self.target_net  # those that compute
         self._has_modes = any(isinstance(m, MODAL) for m in self.net.modules())  # only a user's module can
         self.optimizer = Optimizer(config, self.flat.data)
         self.updates = 0
@@ -237,7 +238,7 @@ class Learner:
     # --- inside: pure functions of a batch and the update's random draws -----------------------------------------
 
     def _make_targets(self, batch: Batch, draws: Draws) -> Tensor:
-        c, n, target = self.config.learner, self.config.network, self.target_net
+        c, n, target = self.config.learner, self.config.network, self._frozen
         if self._fused is not None and self._target_fused is not None:
             raw = self._target_fused(batch.next_obs)
             chosen = self._fused(batch.next_obs) if c.double else None
@@ -245,7 +246,7 @@ class Learner:
         else:
             with self.precision():
                 raw = target(batch.next_obs, draws.target_noise, draws.target_taus).float()
-                chosen = self.net(batch.next_obs, draws.select_noise, self.net.taus) if c.double else None
+                chosen = self._online(batch.next_obs, draws.select_noise, self.net.taus) if c.double else None
                 now = target(batch.obs, draws.target_noise, target.taus) if c.munchausen else None
         q_next = target.values(raw)  # expectations in full precision
         select = None if chosen is None else self.net.values(chosen.float())
@@ -269,7 +270,7 @@ class Learner:
         if self._has_modes:
             self.net.train()
         with self.precision():
-            raw = self.net(batch.obs, draws.noise, draws.taus)
+            raw = self._online(batch.obs, draws.noise, draws.taus)
         raw = raw.float()
         if self._has_modes:
             self.net.eval()
@@ -287,7 +288,7 @@ class Learner:
         taus: list[Tensor | None] = [None, None]
         if self.net.noise_size:
             counter = 3 * update + torch.arange(3, device=self.device)
-            noise = list(rng.normal_torch(self._noise_key, counter, self.net.noise_size).chunk(3))
+            noise = list(networks.draw_noise(self._noise_key, counter, self.net.noise_size).chunk(3))
         if self.config.network.dist == "iqn":
             sizes = (self.config.network.atoms, IQN_TARGET_SAMPLES)
             counter = torch.as_tensor(update, device=self.device).view(1)

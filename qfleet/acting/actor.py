@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet import rng
+from qfleet import networks, rng
 from qfleet.acting.policy import Policy
 from qfleet.config import Config
 from qfleet.device import pinned_array
@@ -113,7 +113,7 @@ class HostActor:
         size, n = self._policy.net.noise_size, self._staging[0].shape[1]
         if size:
             counter = torch.arange(tick * n, tick * n + n)
-            self._noise = rng.normal_torch(self._noise_key, counter, size).to(self._policy.device)
+            self._noise = networks.draw_noise(self._noise_key, counter, size).to(self._policy.device)
 
     def observe(self, group: int, obs: Array, first: Array) -> None:
         self._stacks[group].push(obs, first)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet import rng
+from qfleet import networks, rng
 from qfleet.acting.actor import columns_of
 from qfleet.config import Config
 from qfleet.device import Captured, Mark, Spans, pin, pinned, pinned_array
@@ -87,7 +87,7 @@ class DeviceActor:
         if self._noise is not None:
             n, size = self._noise.shape
             counter = torch.arange(tick * n, tick * n + n, device=self._device)
-            self._noise.copy_(rng.normal_torch(self._noise_key, counter, size))
+            self._noise.copy_(networks.draw_noise(self._noise_key, counter, size))
 
     def observe(self, group: int, obs: Array, first: Array) -> None:
         g = self._groups[group]

@@ -42,6 +42,13 @@ def _reduce(
 
 
 @triton.jit
+def _squares(grad, square, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(grad + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(square + tl.program_id(0), tl.sum(g * g, 0))
+
+
+@triton.jit
 def _adam(
     data, grad, m, v, low, square, counter, lr_at, size, clip, eps, decay,
     PARTS: tl.constexpr, PARTS_POW2: tl.constexpr, BLOCK: tl.constexpr,
@@ -52,7 +59,7 @@ def _adam(
     norm = tl.sqrt(tl.sum(tl.load(square + p, mask=p < PARTS, other=0.0), 0))
     step = tl.load(counter).to(tl.float64)
     lr = tl.load(lr_at)
-    g = tl.load(grad + i, mask=inside, other=0.0)
+    g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32)
     if clip > 0:
         g *= tl.minimum(1.0, clip / (norm + 1e-6))
     mm = tl.load(m + i, mask=inside, other=0.0)
@@ -98,6 +105,11 @@ def reduce(
         ROWS=triton.next_power_of_2(rows), LOSSES=losses, LOSSES_POW2=triton.next_power_of_2(losses), TILE=TILE, BLOCK=BLOCK,
         num_warps=8,
     )  # fmt: skip
+
+
+def squares(grad: Tensor, square: Tensor) -> None:
+    """square [programs(size, 0)]: sums of squares of parts of grad, for `adam` to clip by."""
+    _squares[(len(square),)](grad, square, grad.numel(), BLOCK=BLOCK, num_warps=4)
 
 
 def adam(

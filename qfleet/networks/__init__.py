@@ -13,11 +13,11 @@ from qfleet.config import Config, ConfigError
 from qfleet.networks.custom import build_custom
 from qfleet.networks.encoders import Flat, Grid, Image, Impala, Nature, image_of
 from qfleet.networks.heads import Head, ImplicitHead, Torso
-from qfleet.networks.layers import Linears
+from qfleet.networks.layers import Linears, draw_noise
 from qfleet.networks.network import IQN_EVAL_TAUS, QNetwork, midpoints
 from qfleet.types import Spec
 
-__all__ = ["QNetwork", "build", "midpoints"]
+__all__ = ["QNetwork", "build", "draw_noise", "midpoints"]
 
 
 def build(config: Config, spec: Spec) -> QNetwork:

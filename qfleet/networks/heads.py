@@ -92,7 +92,7 @@ class ImplicitHead(nn.Module):
     def forward(self, x: Tensor, noise: Tensor | None = None, taus: Tensor | None = None) -> Tensor:
         assert taus is not None, "an implicit quantile network needs taus"
         cosines = torch.cos(taus.unsqueeze(-1) * self.frequencies)  # [1 or B, T, 64]
-        x = x.unsqueeze(1) * torch.relu_(self.embed(cosines))  # [B, T, F]
+        x = x.unsqueeze(1) * torch.relu_(self.embed(cosines.to(self.embed.weight.dtype)))  # [B, T, F]
         out: Tensor = self.advantage(x, noise)  # [B, T, A]
         if self.value is not None:
             out = self.value(x, noise) + out - out.mean(2, keepdim=True)

@@ -1,7 +1,7 @@
 """Fully connected layers, plain and noisy, under one call: `layer(x, noise)`.
 
-Noise is an argument, not a hidden state: the caller draws one tensor of standard normals for a whole network
-(`QNetwork.noise_size` numbers a sample) and every noisy layer takes its own slice of it. One row is one sample shared
+Noise is an argument, not a hidden state: the caller draws one tensor for a whole network (`draw_noise`,
+`QNetwork.noise_size` numbers a sample) and every noisy layer takes its own slice of it. One row is one sample shared
 by the batch (learning), as many rows as the batch is one sample per environment (acting), None is the mean network
 (evaluation).
 """
@@ -14,14 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qfleet import rng
+
 SIGMA_0 = 0.5  # initial noise scale of factorised Gaussian noise (Fortunato et al., 2018)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """F.linear, in the precision of x also where parameters are kept in a lower one."""
+    if weight.dtype != torch.float32:
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+def draw_noise(key: int, counter: Tensor, size: int) -> Tensor:
+    """Draws number `counter` [K] of the noise of a whole network, [K, size]: x = sign(z) * sqrt(|z|) of standard normals z."""
+    z = rng.normal_torch(key, counter, size)
+    return z.sign() * z.abs().sqrt_()
 
 
 class Linear(nn.Linear):
     """nn.Linear that takes, and ignores, noise; torsos and heads need not know which kind they hold."""
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class NoisyLinear(Linear):
@@ -39,16 +54,15 @@ class NoisyLinear(Linear):
         self.sigma_bias = nn.Parameter(torch.full((outputs,), sigma))
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        mean = F.linear(x, self.weight, self.bias)
+        mean = linear(x, self.weight, self.bias)
         if noise is None:
             return mean
-        eps = noise[:, self.noise_slice]  # [1 or B, in + out]
-        eps = eps.sign() * eps.abs().sqrt()
+        eps = noise[:, self.noise_slice].to(x.dtype)  # [1 or B, in + out]
         if x.dim() == 3:  # [B, T, in]: all T share their row's sample
             eps = eps.unsqueeze(1)
         eps_in, eps_out = eps[..., : self.in_features], eps[..., self.in_features :]
         # W = mu + sigma * outer(eps_out, eps_in), never formed: it would differ from row to row.
-        return torch.addcmul(mean, F.linear(x * eps_in, self.sigma_weight, self.sigma_bias), eps_out)
+        return torch.addcmul(mean, linear(x * eps_in, self.sigma_weight, self.sigma_bias), eps_out)
 
 
 class Linears:

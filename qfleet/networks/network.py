@@ -16,7 +16,7 @@ def midpoints(n: int) -> Tensor:
 class QNetwork(nn.Module):
     """`blocks` called in order, each as `block(x, noise, taus)`: encoder, torso, head (or one block of the user's).
 
-    noise [1 or B, noise_size]: standard normals for the noisy layers; None: their means.
+    noise [1 or B, noise_size]: as `draw_noise` gives it, for the noisy layers; None: their means.
     taus [1 or B, T]: quantile fractions, read by implicit quantile heads only.
     """
 

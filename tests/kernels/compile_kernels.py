@@ -12,6 +12,7 @@ from test_nature import SPEC, config_of, filled
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from qfleet.captured import CapturedLearner
 from qfleet.kernels import head, nature, optimizer
 from qfleet.learner import Learner
 
@@ -67,6 +68,11 @@ def main() -> None:
         params = nature.Params.of(low, learner.flat.places)
         forward = nature.Forward(params, params, 7)
         head.greedy(forward.h, forward.last, torch.zeros(7, dtype=torch.int64))
+    config = config_of(learner__double=True, network__dueling=True, replay__prioritized=True)
+    by_autograd = CapturedLearner(config, SPEC, torch.device("cpu"))
+    by_autograd.kernels = True
+    by_autograd._compute_low(torch.bfloat16)
+    by_autograd.learn(filled(config), 1)
     optimizer._nothing[(1,)](one)
     print(" ".join(sorted(compiled)))
 

@@ -17,6 +17,6 @@ def test_every_kernel_of_an_update_compiles(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == [
-        "_adam", "_forward", "_gather", "_greedy", "_input_grad", "_last_grad", "_loss", "_nothing", "_prioritized", "_reduce",
+        "_adam", "_forward", "_gather", "_greedy", "_input_grad", "_last_grad", "_loss", "_nothing", "_prioritized", "_reduce", "_squares",
         "_uniform", "_update", "_weight_grad",
     ]  # fmt: skip

@@ -6,11 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from qfleet.networks.layers import Linears, NoisyLinear
-
-
-def f(x):
-    return np.sign(x) * np.sqrt(np.abs(x))
+from qfleet import rng
+from qfleet.networks.layers import Linears, NoisyLinear, draw_noise
 
 
 def reference(layer, x, noise):
@@ -19,7 +16,7 @@ def reference(layer, x, noise):
     n = layer.in_features
     rows = []
     for b in range(len(x)):
-        eps = f(noise[b % len(noise), layer.noise_slice])
+        eps = noise[b % len(noise), layer.noise_slice]
         weight = p["weight"] + p["sigma_weight"] * np.outer(eps[n:], eps[:n])
         bias = p["bias"] + p["sigma_bias"] * eps[n:]
         rows.append(x[b] @ weight.T + bias)
@@ -67,7 +64,7 @@ def test_sigma_learns():
     torch.manual_seed(0)
     layer, x, noise = noisy(), torch.randn(4, 5), torch.randn(1, 12)
     layer(x, noise).sum().backward()
-    eps = f(noise[0, 2:10].double().numpy())
+    eps = noise[0, 2:10].double().numpy()
     x_sum = x.double().sum(0).numpy()
     np.testing.assert_allclose(
         layer.sigma_weight.grad.numpy(), np.outer(eps[5:], eps[:5] * x_sum), rtol=1e-4, atol=1e-6
@@ -79,3 +76,9 @@ def test_layers_take_consecutive_slices():
     linear = Linears(noisy=True)
     a, b = linear(5, 3), linear(3, 2)
     assert (a.noise_slice, b.noise_slice, linear.noise_size) == (slice(0, 8), slice(8, 13), 13)
+
+
+def test_noise_is_the_signed_root_of_normals():
+    counter = torch.tensor([3, 7])
+    z = rng.normal_torch(5, counter, 40).numpy()
+    np.testing.assert_allclose(draw_noise(5, counter, 40).numpy(), np.sign(z) * np.sqrt(np.abs(z)), rtol=1e-6)
