@@ -156,13 +156,14 @@ class Progress:
 
 
 def bottleneck(values: Mapping[str, float]) -> str:
-    """What the run waits for most: making that faster makes the run faster."""
+    """What takes most of the time: making that faster makes the run faster."""
     if "pipeline/env" not in values:
         return ""
     env, act, learn, wait = (values.get(f"pipeline/{name}", 0.0) for name in ("env", "act", "learn", "wait"))
-    if learn > 0.9 or learn > env + act + wait:  # shares of the time; learning may go on beside the others
+    act += max(0.0, wait - learn)  # who waits, waits for the learner first
+    if learn > max(env, act):
         return "learning: fewer samples per step or a faster device would help"
-    if env >= act + wait:
+    if env >= act:
         return "environments: more cores or faster environments would help"
     return "acting: more environments per group would help"
 

@@ -50,23 +50,26 @@ class Schedule(Protocol):
 
 
 class Serial:
-    """Everything on the calling thread."""
+    """Everything on the calling thread, or queued by it in one order."""
 
-    def __init__(self, lag: int, threads: int) -> None:
-        self._lag = lag
-        self.learn_seconds, self.wait_seconds = 0.0, 0.0
+    def __init__(self, device: torch.device, lag: int, threads: int) -> None:
+        self._lag, self._spans = lag, Spans(device)
+        self.wait_seconds = 0.0
         torch.set_num_threads(threads)
 
     def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
         rows = collect()
         if self._lag == 0:
             store(rows)
-        began = time.perf_counter()
-        learned = learn()
-        self.learn_seconds += time.perf_counter() - began
+        with self._spans:
+            learned = learn()
         if self._lag == 1:
             store(rows)
         return learned
+
+    @property
+    def learn_seconds(self) -> float:
+        return self._spans.seconds
 
     def publishing(self) -> AbstractContextManager[object]:
         return nullcontext()

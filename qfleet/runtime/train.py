@@ -159,7 +159,7 @@ class Trainer:
         elif schedule == "pipelined":
             self.schedule = Pipelined(threads)
         else:
-            self.schedule = Serial(config.runtime.lag, threads)
+            self.schedule = Serial(device, config.runtime.lag, threads)
         captured = schedule == "streams" or device.type == self.replay.device.type == "cuda"
         self.learner = (CapturedLearner if captured else Learner)(config, spec, device)
         self._open.callback(self.schedule.close)
