@@ -1,0 +1,136 @@
+"""An Atari game to 10M steps on one GPU: the learning curve beside published figures, and what memory does meanwhile.
+
+    python benchmarks/gpu_atari.py breakout [--steps 10000000] [--recipe double] [--set PATH=VALUE ...]
+
+Every five seconds: resident memory of the command and all its children, and the GPU's memory in use. The curve (greedy evaluations
+of 20 episodes) and the memory go to benchmarks/results/gpu_atari_<game>.png, the figures to gpu_atari.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, record
+
+# After 10M agent steps, no sticky actions (CleanRL's DQN and C51), and at 40M frames with sticky actions (Dopamine).
+PUBLISHED = {
+    "pong": {"CleanRL DQN, not sticky": 20.25, "CleanRL C51, not sticky": 19.5},
+    "breakout": {"CleanRL DQN, not sticky": 367.0, "CleanRL C51, not sticky": 462.0, "Dopamine DQN, sticky": 100.0, "Dopamine C51, sticky": 222.0},
+    "beam_rider": {"CleanRL DQN, not sticky": 6673.0, "CleanRL C51, not sticky": 9593.0},
+}  # fmt: skip
+
+
+def family(root: int) -> list[int]:
+    """A process and all below it."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = [root]
+    for pid in found:
+        found += parents.get(pid, [])
+    return found
+
+
+def resident(pid: int) -> int:
+    """Bytes; of memory that several processes share, the process's part of it (Pss)."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def on_gpu() -> int:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return int(done.stdout.split()[0]) << 20 if done.returncode == 0 else 0
+
+
+def watch(pid: int, stop: threading.Event, out: list[dict[str, float]]) -> None:
+    began = time.time()
+    while not stop.wait(5.0):
+        host = sum(resident(p) for p in family(pid))
+        out.append({"seconds": time.time() - began, "host": host, "gpu": on_gpu()})
+
+
+def draw(game: str, curve: list[tuple[int, float]], memory: list[dict[str, float]], title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    left.plot([s / 1e6 for s, _ in curve], [r for _, r in curve], marker=".")
+    for number, (name, value) in enumerate(PUBLISHED.get(game, {}).items()):
+        left.axhline(value, linestyle="--", linewidth=1, color=f"C{number + 1}", label=f"{name}: {value:g}")
+    left.set(xlabel="million steps", ylabel="return of 20 greedy episodes", title=title)
+    left.legend(fontsize="small")
+    right.plot([m["seconds"] for m in memory], [m["host"] / 1e9 for m in memory], label="main memory")
+    right.plot([m["seconds"] for m in memory], [m["gpu"] / 1e9 for m in memory], label="GPU memory")
+    right.set(xlabel="seconds", ylabel="GB", title="memory", ylim=(0, None))
+    right.legend()
+    figure.tight_layout()
+    RESULTS.mkdir(exist_ok=True)
+    figure.savefig(RESULTS / f"gpu_atari_{game}.png", dpi=80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("game")
+    parser.add_argument("--steps", type=int, default=10_000_000)
+    parser.add_argument("--recipe", default="double")
+    parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "qfleet", "train", args.game, "--recipe", args.recipe, "--total-steps", str(args.steps),
+            "--run-dir", f"{folder}/run", "--runtime.checkpoint-every", "0",
+        ]  # fmt: skip
+        for setting in args.set:
+            path, _, value = setting.partition("=")
+            command += [f"--{path.replace('_', '-')}", value]
+        began = time.time()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        memory: list[dict[str, float]] = []
+        stop = threading.Event()
+        watching = threading.Thread(target=watch, args=(process.pid, stop, memory))
+        watching.start()
+        code = process.wait()
+        stop.set()
+        watching.join()
+        seconds = time.time() - began
+        rows: list[dict[str, Any]] = [
+            json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()
+        ]
+    curve = sorted((int(r["step"]), r["eval/mean_reward"]) for r in rows if "eval/mean_reward" in r)
+    speed = [r["time/steps_per_second"] for r in rows if "time/steps_per_second" in r]
+    third = len(memory) // 3
+    grown = {k: memory[-2][k] - memory[third][k] for k in ("host", "gpu")} if third else {}
+    draw(args.game, curve, memory, f"{args.game}, {args.recipe}, {seconds / 60:.1f} minutes")
+    print(
+        f"{args.game}: exit {code}, {seconds:.0f} s, {sum(speed) / len(speed):,.0f} steps/s; last {curve[-1]}, best {max(r for _, r in curve):.1f}"
+    )
+    print("curve " + " ".join(f"{s / 1e6:.1f}M:{r:.0f}" for s, r in curve))
+    print(
+        "memory GB, every 30 s: " + " ".join(f"{m['host'] / 1e9:.2f}/{m['gpu'] / 1e9:.2f}" for m in memory[::6]),
+        f"grown since a third: {grown}",
+    )
+    record("gpu_atari", {"game": args.game, "recipe": args.recipe, "settings": args.set, "exit": code, "seconds": seconds, "curve": curve, "memory": memory[::6]})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

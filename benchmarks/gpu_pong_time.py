@@ -1,0 +1,69 @@
+"""Seconds from the start of the command until Pong's greedy evaluation (20 episodes) is 18, on one GPU.
+
+    python benchmarks/gpu_pong_time.py [--seeds 1 2 3] [--set PATH=VALUE ...]
+
+`reached` is when the command prints that evaluation, `whole` when it has ended: with the last checkpoint, which holds the
+replay, and an evaluation on fresh episodes. Sticky actions 0.25 unless set otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from common import median, record
+
+GOAL = 18.0
+
+
+def one(seed: int, recipe: str, settings: list[str], limit: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "qfleet", "train", "pong", "--recipe", recipe, "--seed", str(seed), "--run-dir", f"{folder}/run",
+            "--runtime.stop-at", str(GOAL), "--runtime.checkpoint-every", "0",
+        ]  # fmt: skip
+        for setting in settings:
+            path, _, value = setting.partition("=")
+            command += [f"--{path.replace('_', '-')}", value]
+        began, reached, step, best = time.time(), 0.0, 0, float("-inf")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout is not None
+        last = ""
+        for line in process.stdout:
+            last = line.strip() or last
+            if found := re.search(r"step ([\d,]+)/.* eval (-?[\d.]+)", line):
+                if float(found[2]) != best:
+                    print(f"  {time.time() - began:6.1f} s  {line.strip()[:110]}", flush=True)
+                best = float(found[2])
+                if best >= GOAL and not reached:
+                    reached, step = time.time() - began, int(found[1].replace(",", ""))
+            if time.time() - began > limit:
+                process.kill()
+        process.wait()
+        print(f"  {time.time() - began:6.1f} s  {last[:110]}", flush=True)
+        return {"seed": seed, "reached": reached, "step": step, "whole": time.time() - began, "evaluation": best}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--recipe", default="double")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds")
+    parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
+    args = parser.parse_args()
+    runs = []
+    for seed in args.seeds:
+        runs.append(one(seed, args.recipe, args.set, args.limit))
+        print(f"seed {seed}: {runs[-1]}", flush=True)
+    reached = [run["reached"] for run in runs]
+    print(f"reached {sum(r > 0 for r in reached)} of {len(runs)}, median {median(reached):.1f} s")
+    record("gpu_pong_time", {"recipe": args.recipe, "settings": args.set, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
