@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qfleet import kernels, networks
 from qfleet.config import Config
-from qfleet.device import Captured, Mark, pinned
+from qfleet.device import Branches, Captured, Mark, pinned, tensor_cores
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.networks import QNetwork
 from qfleet.replay import Replay
@@ -44,6 +44,7 @@ class CapturedLearner(Learner):
             self.low, self._target_low = self.flat.data.to(LOW), self.target.data.to(LOW)
         elif encoder:
             self._compute_low(LOW)
+        self._branches = Branches(device, 1)
         self._step: Captured | None = None
         self._sampler: Sampler | None = None
         self._reports = [Report(device), Report(device)]  # in turn; the second one is on its way, or empty
@@ -123,7 +124,8 @@ class CapturedLearner(Learner):
         if self.low is not None:
             changed.append(self.low)
         if not self.by_hand:
-            return Captured(self._update, changed, self.device)
+            with tensor_cores(self.config.learner.precision == "bf16"):
+                return Captured(self._update, changed, self.device)
         from qfleet.kernels import nature
 
         assert self.low is not None and self._target_low is not None
@@ -140,9 +142,16 @@ class CapturedLearner(Learner):
         with torch.no_grad():
             batch = self._batch(self._sampler, self._sampler.draw(self._counter, self._beta))
             draws = self._draws(self._counter, len(batch.action))
-            target = self._targets(batch, draws)
-        out, raw = self._loss(batch, target, draws)
+            with self._branches(0):
+                target = self._targets(batch, draws)
         grad.zero_()
+        if self.config.learner.compile == "on":
+            self._branches.join()
+            out, raw = self._loss(batch, target, draws)
+        else:
+            raw = self._predict(batch, draws)
+            self._branches.join()
+            out = self._compare(raw, batch, target, draws)
         out.loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self._sampler.update(batch.id, out.priority)
@@ -272,7 +281,8 @@ class Best:
         x = self._inputs[group]
         device_kernels.gather(stack.flatten(0, 1), self._frames[group], x, 4)
         if not self._learner.by_hand:
-            action.copy_(self._net.q(x, noise).argmax(1))
+            with tensor_cores():
+                action.copy_(self._net.q(x, noise).argmax(1))
             return
         forward = self._forwards[group]
         forward(x)

@@ -144,6 +144,20 @@ class Branches:
         self._open.clear()
 
 
+@contextlib.contextmanager
+def tensor_cores(wanted: bool = True) -> Iterator[None]:
+    """Products of float32 numbers on tensor cores, for what is launched (or recorded) inside.
+
+    They keep 10 bits of each factor: all there is of one that comes from bf16.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if wanted else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class Captured:
     """A function without arguments, whose queue of kernels is recorded once and then launched as one.
 

@@ -266,21 +266,27 @@ class Learner:
         return losses.quantile_target(reward, batch.discount, raw, action)
 
     def _make_loss(self, batch: Batch, target: Tensor, draws: Draws) -> tuple[losses.Loss, Tensor]:
-        n = self.config.network
+        raw = self._predict(batch, draws)
+        return self._compare(raw, batch, target, draws), raw
+
+    def _predict(self, batch: Batch, draws: Draws) -> Tensor:
         if self._has_modes:
             self.net.train()
         with self.precision():
-            raw = self._online(batch.obs, draws.noise, draws.taus)
-        raw = raw.float()
+            raw: Tensor = self._online(batch.obs, draws.noise, draws.taus)
         if self._has_modes:
             self.net.eval()
+        return raw.float()
+
+    def _compare(self, raw: Tensor, batch: Batch, target: Tensor, draws: Draws) -> losses.Loss:
+        n = self.config.network
         if n.dist == "scalar":
-            return losses.scalar_loss(raw, batch.action, target, batch.weight, self.config.learner.loss), raw
+            return losses.scalar_loss(raw, batch.action, target, batch.weight, self.config.learner.loss)
         if n.dist == "c51":
-            return losses.categorical_loss(raw, batch.action, target, batch.weight), raw
+            return losses.categorical_loss(raw, batch.action, target, batch.weight)
         taus = self.net.taus if draws.taus is None else draws.taus
         assert taus is not None
-        return losses.quantile_loss(raw, batch.action, taus, target, batch.weight), raw
+        return losses.quantile_loss(raw, batch.action, taus, target, batch.weight)
 
     def _draws(self, update: int | Tensor, rows: int) -> Draws:
         """The random numbers of one update. Noisy layers: one sample per forward pass."""

@@ -25,15 +25,23 @@ def test_features_and_gradients_equal_the_plain_layers() -> None:
     x = torch.zeros(5, 21, 21, 64, dtype=LOW, device=DEVICE)
     device_kernels.gather(frames.flatten(0, 1), torch.arange(20, device=DEVICE), x, 4)
     slope = torch.randn(5, 64 * 49, device=DEVICE)
-    expected = plain(frames)
-    (expected * slope).sum().backward()
-    features = encoder(x)
-    (features * slope.to(LOW)).sum().backward()
-    tight = 1e-5 if torch.float32 == LOW else 2e-2
-    assert relative(features, expected) < tight
-    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        assert relative(q.grad, p.grad) < tight, name
+
+    def gradients(features: torch.Tensor, module: torch.nn.Module) -> list[torch.Tensor]:
+        module.zero_grad()
+        (features.float() * slope).sum().backward()
+        return [features, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+    expected = gradients(plain(frames), plain)
+    got = gradients(encoder(x), ours)
+    allowed = [1e-5] * 7
+    if (
+        DEVICE.type == "cuda"
+    ):  # rounding turns some ReLUs: as near as torch's own mixed precision, which casts as it goes
+        with torch.autocast("cuda", torch.bfloat16):
+            mixed = plain(frames)
+        allowed = [1.5 * relative(a, b) for a, b in zip(gradients(mixed, plain), expected, strict=True)]
+    errors = [relative(a, b) for a, b in zip(got, expected, strict=True)]
+    assert all(error < limit for error, limit in zip(errors, allowed, strict=True)), (errors, allowed)
 
 
 @pytest.mark.parametrize("recipe", ["rainbow", "qr", "iqn", "dueling"])
@@ -43,17 +51,16 @@ def test_updates_equal_those_of_the_plain_network(recipe: str) -> None:
     config = override(
         config, {"network.atoms": 7, "network.v_min": -3.0, "network.v_max": 3.0, "learner.adam_eps": 1e-2}
     )
-    plain, ours = (CapturedLearner(config, SPEC, DEVICE) for _ in range(2))
-    plain.kernels = ours.kernels = True
+    plain, ours, mixed, start = (CapturedLearner(config, SPEC, DEVICE) for _ in range(4))
     ours._compute_low(LOW)
-    replays = filled(config), filled(config)
-    for learner, replay in zip((plain, ours), replays, strict=True):
-        learner.learn(replay, 3, beta=0.5)
-        learner.flush()
-    assert ours.updates == plain.updates == 3 and ours.low is not None
-    start = CapturedLearner(config, SPEC, DEVICE).flat.data
-    tight = 1e-3 if torch.float32 == LOW else 5e-2
-    assert relative(ours.flat.data - start, plain.flat.data - start) < tight
+    mixed.config = override(config, {"learner.precision": "bf16"})
+    for learner in (plain, ours, mixed):
+        learner.kernels = True
+        learner.learn(filled(config), 3, beta=0.5)
+        assert learner.flush() is not None and learner.updates == 3
+    moved, expected, rounded = (each.flat.data - start.flat.data for each in (ours, plain, mixed))
+    tight = 1e-3 if DEVICE.type == "cpu" else 1.5 * relative(rounded, expected)
+    assert ours.low is not None and relative(moved, expected) < tight
     torch.testing.assert_close(ours.low, ours.flat.data.to(LOW), rtol=0, atol=0)
     stack = torch.randint(0, 256, (4, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
     chosen = torch.zeros(4, dtype=torch.int64, device=DEVICE)
@@ -62,7 +69,7 @@ def test_updates_equal_those_of_the_plain_network(recipe: str) -> None:
     best(0, stack, None, chosen)
     q = ours.net.q(stack)
     regret = q.max(1).values - q.gather(1, chosen[:, None])[:, 0]
-    assert (regret <= tight * q.abs().max()).all()
+    assert (regret <= max(tight, 0.02) * q.abs().max()).all()
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
