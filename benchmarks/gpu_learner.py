@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,14 @@ def rate(update: Callable[[], Any], updates: int = 300, repeats: int = 7) -> flo
     return median(rates)
 
 
-def ours(batch: int, prioritized: bool, by_hand: bool = True, recipe: str = "double", profile: bool = False) -> float:
+def ours(
+    batch: int,
+    prioritized: bool,
+    by_hand: bool = True,
+    recipe: str = "double",
+    profile: bool = False,
+    more: Sequence[str] = (),
+) -> float:
     from qfleet import recipes
     from qfleet.captured import CapturedLearner
     from qfleet.config import override
@@ -70,6 +77,7 @@ def ours(batch: int, prioritized: bool, by_hand: bool = True, recipe: str = "dou
     }  # fmt: skip
     if prioritized:
         settings["replay.prioritized"] = True
+    settings |= dict(item.split("=", 1) for item in more)
     config = override(recipes.make(recipe, "pong", gpu=True), settings)
     replay = filled(config, spec)
     learner = CapturedLearner(config, spec, DEVICE)
@@ -178,6 +186,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[32, 256, 1024])
     parser.add_argument("--recipe", help="this one alone")
     parser.add_argument("--profile", action="store_true", help="show the kernels of an update")
+    parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="with --recipe")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out")
     parser.add_argument("--peer", action="store_true", help="torch.compile alone")
     args = parser.parse_args()
@@ -188,7 +197,7 @@ def main() -> None:
             print(f"batch {batch:5d}  torch.compile {compiled(batch):,.0f}/s", flush=True)
             continue
         if args.recipe:
-            got = ours(batch, False, recipe=args.recipe, profile=args.profile)
+            got = ours(batch, False, recipe=args.recipe, profile=args.profile, more=args.set)
             print(f"batch {batch:5d}  {args.recipe} {got:,.0f}/s = {got * batch:,.0f} samples/s", flush=True)
             record("gpu_learner", {"gpu": torch.cuda.get_device_name(), "batch": batch, "recipe": args.recipe, "updates_per_second": got})  # fmt: skip
             continue

@@ -53,7 +53,7 @@ def ours(steps: int) -> dict[str, float]:
     return result
 
 
-def theirs(steps: int, envs: int) -> dict[str, float]:
+def theirs(steps: int, envs: int, device: str) -> dict[str, float]:
     import ale_py
     import gymnasium
     from stable_baselines3 import DQN
@@ -75,7 +75,7 @@ def theirs(steps: int, envs: int) -> dict[str, float]:
     env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", envs, seed=1), 4)
     model = DQN(
         "CnnPolicy", env, learning_rate=1e-4, batch_size=32, buffer_size=20_000, learning_starts=START, target_update_interval=1000,
-        train_freq=max(1, 4 // envs), gradient_steps=max(1, envs // 4), exploration_initial_eps=0.1, exploration_final_eps=0.1, seed=1, device="cpu",
+        train_freq=max(1, 4 // envs), gradient_steps=max(1, envs // 4), exploration_initial_eps=0.1, exploration_final_eps=0.1, seed=1, device=device,
     )  # fmt: skip
     clock = Clock()
     model.learn(START + steps, callback=clock)
@@ -91,9 +91,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--one", choices=["qfleet", "sb3", "sb3-8"], help="measure once in this process and print JSON")
+    parser.add_argument("--device", default="cpu", help="with --one sb3: where Stable-Baselines3 learns")
     args = parser.parse_args()
     if args.one:
-        one = ours(args.steps) if args.one == "qfleet" else theirs(args.steps, 8 if args.one == "sb3-8" else 1)
+        envs = 8 if args.one == "sb3-8" else 1
+        one = ours(args.steps) if args.one == "qfleet" else theirs(args.steps, envs, args.device)
         print(json.dumps(one))
         return
     compare(__file__, "pong_steps", "steps_per_second", args.steps, args.repeats, ("sb3", "sb3-8"))

@@ -40,8 +40,12 @@ class Actor(Protocol):
         """They become row t of the round."""
         ...
 
+    def begin(self, group: int) -> None:
+        """Start to choose actions for them, where that can go on beside the host. `greedy` or `settle` follows."""
+        ...
+
     def greedy(self, group: int) -> Array:
-        """The best actions for them [C]."""
+        """The best actions for them [C], as begun."""
         ...
 
     def settle(self, group: int) -> None:
@@ -120,6 +124,9 @@ class HostActor:
 
     def stage(self, group: int, t: int) -> None:
         self._staging[0][t, self._columns[group]] = self._stacks[group].frames[:, -1]
+
+    def begin(self, group: int) -> None:
+        pass
 
     def greedy(self, group: int) -> Array:
         noise = None if self._noise is None else self._noise[self._columns[group]]

@@ -126,6 +126,7 @@ class Collector:
             self.actor.observe(g, envs.reset(None if seed is None else seed + g), self._now_first[columns])
         if self._ahead:
             for g in range(len(self.groups)):
+                self.actor.begin(g)
                 self._begin(g, self.ticks)
 
     def collect(self) -> Step:
@@ -135,7 +136,8 @@ class Collector:
         into = self._staging[0]
         for t in range(self.config.rows_per_round):
             for g in range(len(self.groups)):
-                if not self._ahead:
+                if not self._ahead:  # with the parameters of this round
+                    self.actor.begin(g)
                     self._begin(g, self.ticks)
                 self._finish(g, t, into)
                 if self._ahead:
@@ -169,13 +171,15 @@ class Collector:
         self.waiting = None
         stepped = time.perf_counter()
         self.actor.stage(g, t)
+        self.actor.observe(g, s.obs, s.first)
+        if self._ahead:
+            self.actor.begin(g)
         into.first[t, c] = self._now_first[c]
         into.action[t, c] = self._sent[c]
         into.reward[t, c] = s.reward
         np.logical_or(s.terminated, s.life_lost, out=into.terminated[t, c])
         into.truncated[t, c] = s.truncated
         self._now_first[c] = s.first
-        self.actor.observe(g, s.obs, s.first)
         counted = ~s.first
         self.episodes.add(c, s.reward, counted, s.terminated | s.truncated)
         self.steps += int(np.count_nonzero(counted))

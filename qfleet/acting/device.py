@@ -3,7 +3,7 @@
     environments' memory ──copy──▶ newest observations ─┬─▶ row t of the round (staged for the replay, on the device)
       (pinned)                                          └─▶ stack ─▶ network ─▶ best actions ──copy──▶ pinned ─▶ host
 
-Everything is queued on the current stream. Only `greedy` (and `settle`) wait for it. Two staging buffers take turns, since
+Everything is queued on the current stream. Only `greedy` and `settle` wait for it. Two staging buffers take turns, since
 the replay copies a round's rows while the next one is being collected.
 """
 
@@ -100,17 +100,18 @@ class DeviceActor:
             g.first.copy_(g.host_first, non_blocking=True)
         self.transfer_bytes += obs.nbytes + first.nbytes
         g.push()
-        g.done.record()
 
     def stage(self, group: int, t: int) -> None:
         self._staging[self._round % 2][t, self._columns[group]] = self._groups[group].now
 
-    def greedy(self, group: int) -> Array:
+    def begin(self, group: int) -> None:
         g = self._groups[group]
         g.act()
         g.done.record()
+
+    def greedy(self, group: int) -> Array:
         self.settle(group)
-        actions: Array = g.host_action.numpy()
+        actions: Array = self._groups[group].host_action.numpy()
         return actions
 
     def settle(self, group: int) -> None:

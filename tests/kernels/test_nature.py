@@ -76,11 +76,11 @@ def test_updates_equal_autograd(settings: dict[str, Any]) -> None:
         batch = reference_replay.sample(number, beta=0.6)
         mixed.flat.copy_(reference.flat)
         mixed.target.copy_(reference.target)
-        if DEVICE.type == "cuda":  # as near as torch's own mixed precision, which casts as it goes
+        if DEVICE.type == "cuda":  # twice the error of torch's own mixed precision
             rounded = mixed.grads(batch, mixed.targets(batch, number), number)[0]
         grad, priority, loss, raw = reference.grads(batch, reference.targets(batch, number), number)
         if DEVICE.type == "cuda":
-            tight = 1.5 * relative(rounded, grad)
+            tight = 2.0 * relative(rounded, grad)
         plain = grad.clone()
         reference.apply(grad)
         reference_replay.update_priorities(batch.id, priority)
