@@ -43,13 +43,16 @@ class Queue:
 
 
 class Mark:
-    """A place in the current queue. Who waits for it sleeps: the cores belong to the environments."""
+    """A place in the current queue. Who waits for it sleeps, since the cores belong to the environments.
 
-    def __init__(self, device: torch.device) -> None:
+    `soon`: it will be passed within a millisecond, and being woken would take as long: who waits for it keeps looking.
+    """
+
+    def __init__(self, device: torch.device, soon: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
         self._time = 0.0
         if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=True, blocking=not soon)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         self._time = time.perf_counter()

@@ -35,7 +35,7 @@ class _Group:
         self.host_obs = pinned((size, *spec.obs_shape), spec.torch_dtype, device)
         self.host_first = pinned((size,), torch.bool, device)
         self.host_action = pinned((size,), torch.int64, device)
-        self.done = Mark(device)
+        self.done = Mark(device, soon=True)
         self.push = Captured(self._join_stack, (self.stack,), device, urgent=True)
         self.act = Captured(lambda: self._choose(best), (), device, urgent=True)
 

@@ -50,7 +50,7 @@ class Recorded:
         self._obs = pinned((batch, *spec.input_shape), spec.torch_dtype, device)
         self._action = pinned((batch,), torch.int64, device)
         self._there = torch.zeros_like(self._obs, device=device)
-        self._run, self._done = Captured(self._once, (), device, urgent=True), Mark(device)
+        self._run, self._done = Captured(self._once, (), device, urgent=True), Mark(device, soon=True)
 
     @torch.no_grad()
     def _once(self) -> None:
