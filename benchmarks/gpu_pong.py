@@ -3,12 +3,14 @@
     python benchmarks/gpu_pong.py [--samples 8 32] [--envs 256] [--groups 2] [--recipe double]
 
 The limit is the best of several ways to step as many environments with nothing else going on (groups, threads, threads or
-processes). Training: Nature network, n = 3, batch 256, replay of 1M steps on the GPU, epsilon 0.1, after learning has begun.
+processes), before the training and after it. Training: Nature network, n = 3, batch 256, replay of 1M steps on the GPU, epsilon 0.1, after learning has begun.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import tempfile
 import time
 from pathlib import Path
@@ -47,12 +49,13 @@ def emulator(num_envs: int, groups: int, threads: int, vectorize: str, seconds: 
     return ticks * num_envs / elapsed
 
 
-def training(settings: dict[str, Any], recipe: str, seconds: float) -> dict[str, float]:
+def training(settings: dict[str, Any], recipe: str, seconds: float, profile: bool) -> dict[str, float]:
     from qfleet.api import compose
     from qfleet.runtime.progress import Progress
     from qfleet.runtime.train import Trainer
 
     config = compose("pong", recipe, None, settings)
+    profiler = cProfile.Profile()
     with tempfile.TemporaryDirectory() as folder, Progress(1, "", interactive=False) as progress:
         made = time.perf_counter()
         trainer = Trainer(config, Path(folder), progress)
@@ -62,12 +65,17 @@ def training(settings: dict[str, Any], recipe: str, seconds: float) -> dict[str,
             if not began and trainer.learner.updates > 200:
                 trainer.schedule.wait()
                 began, marks = time.perf_counter(), trainer._clock()
+                if profile:
+                    profiler.enable()
             trainer._publish()
             trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn)
         trainer.schedule.wait()
         now = trainer._clock()
         wall = time.perf_counter() - began
+        profiler.disable()
         trainer.close()
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     rate = {name: (now[name] - marks[name]) / wall for name in now}
     return {
         "steps_per_second": rate["steps"],
@@ -89,6 +97,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="double")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--quick", action="store_true", help="leave out the ways that take a minute to make")
+    parser.add_argument("--profile", action="store_true", help="show what the main thread does (slower)")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
     args = parser.parse_args()
     import os
@@ -97,11 +106,17 @@ def main() -> None:
     ways = [(args.groups, cores, "subprocess"), (args.groups, 2 * cores, "subprocess")]
     if not args.quick:
         ways += [(1, cores, "native"), (args.groups, cores, "native")]
-    alone = {}
-    for groups, threads, kind in ways:
-        alone[f"{groups} groups, {threads} threads, {kind}"] = rate = emulator(args.envs, groups, threads, kind, 4.0)
-        print(f"emulator alone  {args.envs} in {groups} groups, {threads} {kind}: {rate:,.0f} steps/s", flush=True)
-    best = max(alone.values())
+    alone: dict[str, list[float]] = {}
+
+    def measure(way: tuple[int, int, str]) -> None:
+        groups, threads, kind = way
+        got = emulator(args.envs, *way, 5.0)
+        alone.setdefault(f"{groups} groups, {threads} threads, {kind}", []).append(got)
+        print(f"emulator alone  {args.envs} in {groups} groups, {threads} {kind}: {got:,.0f} steps/s", flush=True)
+
+    for way in ways:
+        measure(way)
+    trained = []
     for samples in args.samples:
         settings: dict[str, Any] = {
             "env.num_envs": args.envs, "runtime.groups": args.groups, "runtime.emulator_threads": args.threads, "device": "cuda",
@@ -109,22 +124,23 @@ def main() -> None:
             "learner.n_step": 3, "runtime.steps_per_round": 4 * args.envs, "runtime.lag": 1, "total_steps": 100_000_000,
             "acting.epsilon_start": 0.1, "acting.epsilon_end": 0.1, **dict(item.split("=", 1) for item in args.set),
         }  # fmt: skip
-        got = training(settings, args.recipe, args.seconds)
+        trained.append(training(settings, args.recipe, args.seconds, args.profile))
+    measure(
+        max(ways, key=lambda way: alone[f"{way[0]} groups, {way[1]} threads, {way[2]}"][0])
+    )  # nothing got slower meanwhile?
+    best = max(rate for rates in alone.values() for rate in rates)
+    for samples, got in zip(args.samples, trained, strict=True):
         print(f"training  {args.recipe}, {samples:g} samples per step: {got['steps_per_second']:,.0f} steps/s = "
               f"{got['steps_per_second'] / best:.1%} of the best, {got['samples_per_second']:,.0f} samples/s  "
               + "  ".join(f"{k} {got[k]:.2f}" for k in ("env_share", "act_share", "learner_busy", "seconds_to_make")), flush=True)  # fmt: skip
-        record(
-            "gpu_pong",
-            {
-                "recipe": args.recipe,
-                "samples_per_step": samples,
-                "envs": args.envs,
-                "groups": args.groups,
-                "alone": alone,
-                "share": got["steps_per_second"] / best,
-                **got,
-            },
-        )
+        about = {
+            "recipe": args.recipe,
+            "samples_per_step": samples,
+            "envs": args.envs,
+            "groups": args.groups,
+            "alone": alone,
+        }
+        record("gpu_pong", {**about, "share": got["steps_per_second"] / best, **got})
 
 
 if __name__ == "__main__":
