@@ -14,7 +14,7 @@ import yaml
 
 from qfleet import config as configs
 from qfleet import networks, recipes
-from qfleet.acting.policy import Policy
+from qfleet.acting.policy import Policy, Recorded
 from qfleet.config import Config, ConfigError
 from qfleet.envs import ids
 from qfleet.runtime import checkpoint, evaluation, metrics
@@ -142,7 +142,8 @@ def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Ev
         with evaluation.make_envs(
             policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
         ) as envs:
-            result = evaluation.play(policy, envs, episodes, chosen, step)
+            player = policy if policy.device.type == "cpu" else Recorded(policy, envs.num_envs)
+            result = evaluation.play(player, envs, episodes, chosen, step)
     finally:
         torch.set_num_threads(threads)
     assert result is not None

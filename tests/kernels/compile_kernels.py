@@ -1,9 +1,11 @@
-"""Compiles every kernel of an update for an H100 or H200, without one: run as a program by test_compile.py.
+"""Compiles every kernel of an update for the architecture given (90: H100 and H200), without such a GPU; prints each one's shared memory.
 
-Triton's interpreter accepts what its compiler refuses. So the launches of a whole update are made with a driver that only
+Run as a program by test_compile.py. Triton's interpreter accepts what its compiler refuses. So the launches of a whole update are made with a driver that only
 says what to compile for, and with `warmup`, which compiles and does not launch.
 """
 
+import json
+import sys
 from typing import Any
 
 import torch
@@ -16,14 +18,15 @@ from qfleet.captured import CapturedLearner
 from qfleet.kernels import head, nature, optimizer
 from qfleet.learner import Learner
 
-compiled: set[str] = set()
+ARCHITECTURE = int(sys.argv[1])
+shared: dict[str, int] = {}  # bytes, the most of all launches of a kernel
 
 
 class Driver:
     """Enough of one to compile."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", ARCHITECTURE, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -40,8 +43,9 @@ def main() -> None:
     run = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled.add(self.fn.__name__)
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        shared[self.fn.__name__] = max(shared.get(self.fn.__name__, 0), kernel.metadata.shared)
+        return kernel
 
     JITFunction.run = only_compile  # type: ignore[method-assign]
     nature.product = lambda a, b, out: None  # a CPU has no product of bf16 that gives float32
@@ -74,7 +78,7 @@ def main() -> None:
     by_autograd._compute_low(torch.bfloat16)
     by_autograd.learn(filled(config), 1)
     optimizer._nothing[(1,)](one)
-    print(" ".join(sorted(compiled)))
+    print(json.dumps(shared))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,29 @@
 """Kernels compile for a GPU, on a machine without one."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_every_kernel_of_an_update_compiles(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+
+@pytest.mark.parametrize(("architecture", "most"), [(89, 101_376), (90, 232_448)], ids=["RTX 40", "H100"])
+def test_every_kernel_of_an_update_compiles(architecture: int, most: int, tmp_path: Path) -> None:
+    """And fits into the shared memory of such a GPU."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(architecture)],
         capture_output=True,
         text=True,
         check=False,
-        env=env,
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == [
+    shared = json.loads(done.stdout)
+    assert sorted(shared) == [
         "_adam", "_forward", "_gather", "_greedy", "_input_grad", "_last_grad", "_loss", "_nothing", "_prioritized", "_reduce", "_squares",
         "_uniform", "_update", "_weight_grad",
     ]  # fmt: skip
+    assert max(shared.values()) <= most, shared
