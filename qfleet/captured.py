@@ -1,4 +1,4 @@
-"""The learner on a GPU: one update is one graph, from the draw to the new priorities, and the host never waits for it.
+"""The learner on a GPU: one update is one graph, from the draw to the new priorities; the host is at most a round ahead.
 
 Whatever changes from update to update (its number, learning rate, beta) lives in a tensor that the graph reads. Three kinds
 of update, with the same numbers up to rounding: kernels by hand where the network is a Nature network with scalar outputs
@@ -17,7 +17,8 @@ from torch import Tensor
 from qfleet import kernels, networks
 from qfleet.config import Config
 from qfleet.device import Branches, Captured, Mark, pinned, tensor_cores
-from qfleet.learner import Flat, Learned, Learner
+from qfleet.learner import Draws, Flat, Learned, Learner
+from qfleet.losses import Loss
 from qfleet.networks import QNetwork
 from qfleet.replay import Replay
 from qfleet.replay.device import LARGEST, Drawn, Sampler
@@ -53,6 +54,8 @@ class CapturedLearner(Learner):
 
     def _compute_low(self, dtype: torch.dtype) -> None:
         """Differentiate networks in low precision, whose convolutions are kernels, instead of casting as we go."""
+        from qfleet.kernels import optimizer
+
         (self._online, online), (self._frozen, frozen) = self.low_net(dtype), self.low_net(dtype)
         self.low, self._target_low, self._low_grad = online.data, frozen.data, online.bind_grad()
         self.low.copy_(self.flat.data)
@@ -60,9 +63,9 @@ class CapturedLearner(Learner):
         for p in frozen.named.values():
             p.requires_grad_(False)
         self._pixels = self.low.new_zeros(2 * self.config.learner.batch_size, *PIXELS)
-        self._square = torch.zeros(-(-self.low.numel() // 4096), device=self.device)
+        self._square = torch.zeros(optimizer.programs(self.low.numel(), 0), device=self.device)
 
-    def low_net(self, dtype: torch.dtype = LOW) -> tuple[QNetwork, Flat]:
+    def low_net(self, dtype: torch.dtype) -> tuple[QNetwork, Flat]:
         """A network that reads pixels as the `gather` kernel writes them."""
         from qfleet.kernels.encoder import Encoder
 
@@ -124,8 +127,7 @@ class CapturedLearner(Learner):
         if self.low is not None:
             changed.append(self.low)
         if not self.by_hand:
-            with tensor_cores(self.config.learner.precision == "bf16"):
-                return Captured(self._update, changed, self.device)
+            return Captured(self._update, changed, self.device)
         from qfleet.kernels import nature
 
         assert self.low is not None and self._target_low is not None
@@ -142,23 +144,33 @@ class CapturedLearner(Learner):
         with torch.no_grad():
             batch = self._batch(self._sampler, self._sampler.draw(self._counter, self._beta))
             draws = self._draws(self._counter, len(batch.action))
-            with self._branches(0):
-                target = self._targets(batch, draws)
         grad.zero_()
-        if self.config.learner.compile == "on":
-            self._branches.join()
-            out, raw = self._loss(batch, target, draws)
-        else:
-            raw = self._predict(batch, draws)
-            self._branches.join()
-            out = self._compare(raw, batch, target, draws)
-        out.loss.backward()  # type: ignore[no-untyped-call]
+        out, raw = self._loss_low(batch, draws) if self.low is not None else self._loss_of(batch, draws)
         with torch.no_grad():
             self._sampler.update(batch.id, out.priority)
             self._counter += 1
             self._optimize(grad)
             self._loss_sum += out.loss
             self._q_mean.copy_(self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean())
+
+    def _loss_of(self, batch: Batch, draws: Draws) -> tuple[Loss, Tensor]:
+        """Loss and prediction; the gradient is added up."""
+        with torch.no_grad():
+            target = self._targets(batch, draws)
+        out, raw = self._loss(batch, target, draws)
+        out.loss.backward()  # type: ignore[no-untyped-call]
+        return out, raw
+
+    def _loss_low(self, batch: Batch, draws: Draws) -> tuple[Loss, Tensor]:
+        """The same with networks that we know: the targets are computed beside the prediction."""
+        with tensor_cores():
+            with torch.no_grad(), self._branches(0):
+                target = self._targets(batch, draws)
+            raw = self._predict(batch, draws)
+            self._branches.join()
+            out = self._compare(raw, batch, target, draws)
+            out.loss.backward()  # type: ignore[no-untyped-call]
+        return out, raw
 
     def _batch(self, sampler: Sampler, drawn: Drawn) -> Batch:
         if self._low_grad is None:

@@ -148,13 +148,13 @@ class Branches:
 
 
 @contextlib.contextmanager
-def tensor_cores(wanted: bool = True) -> Iterator[None]:
-    """Products of float32 numbers on tensor cores, for what is launched (or recorded) inside.
+def tensor_cores() -> Iterator[None]:
+    """Products of float32 numbers on tensor cores, for what is launched (or recorded) inside: 10 bits of each factor count.
 
-    They keep 10 bits of each factor: all there is of one that comes from bf16.
+    For networks in bf16, whose last layer gives float32: its weights and inputs have no more than 8.
     """
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if wanted else before)
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:

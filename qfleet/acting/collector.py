@@ -214,7 +214,9 @@ class Collector:
         if self._ahead and not stuck:  # nothing may move while the environments are looked at
             for g, envs in enumerate(self.groups):
                 if self._received[g] is None:
+                    self.waiting = (g, time.perf_counter())
                     self._received[g] = EnvStep(*(field.copy() for field in envs.recv()))
+                    self.waiting = None
         saved = [] if stuck else [state for envs in self.groups if (state := envs.state()) is not None]
         received = [s._asdict() for s in self._received if s is not None]
         return {

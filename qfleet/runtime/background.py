@@ -1,10 +1,12 @@
 """Evaluation beside training: a thread, environments and a copy of the network of its own.
 
-| who      | waits for                                  | unblocked by                                         |
-|----------|--------------------------------------------|------------------------------------------------------|
-| thread   | the copy of the parameters; then its games | the learner's queue; the environments                |
-| training | nothing: it asks `result` between rounds   |                                                      |
-| `close`  | the thread                                 | the thread, which looks at `stop` after every step   |
+| who       | waits for                                  | unblocked by                                                      |
+|-----------|--------------------------------------------|-------------------------------------------------------------------|
+| thread    | the copy of the parameters; then its games | the learner's queue; the environments                             |
+| training  | nothing: it asks `result` between rounds   |                                                                   |
+| `result`, | the thread, where the caller wants it (the | the thread, or `Stuck` when its games have not moved for          |
+| `ready`   | last evaluation)                           | `patience` seconds: then the thread can only be left behind       |
+| `close`   | the thread                                 | the thread, which looks at `stop` after every step                |
 
 Twenty games of Atari take seconds, in which a GPU would otherwise train nothing. The result belongs to the step the copy
 was made at, and the copy stays until the next `start`: it is what the best checkpoint saves. The environments are made at
@@ -13,8 +15,11 @@ once, while everything else starts, too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from typing import Any
 
 import torch
 
@@ -26,13 +31,23 @@ from qfleet.runtime import evaluation
 from qfleet.runtime.evaluation import Evaluation
 
 
+class Stuck(RuntimeError):
+    """The environments of an evaluation do not answer."""
+
+
 class Background:
-    """One evaluation at a time."""
+    """One evaluation at a time. `patience`: seconds that its environments may take for a step (0: for ever)."""
 
     def __init__(
-        self, policy: Policy, make_envs: Callable[[], Envs], episodes: int, stop: Callable[[], bool] = lambda: False
+        self,
+        policy: Policy,
+        make_envs: Callable[[], Envs],
+        episodes: int,
+        stop: Callable[[], bool] = lambda: False,
+        patience: float = 0.0,
     ) -> None:
         self.policy, self._episodes, self._stop_asked = policy, episodes, stop
+        self._patience, self._moved = patience, time.perf_counter()
         self._flat, self._copied = Flat(policy.net, policy.device), Mark(policy.device)
         self._queue = Queue(policy.device, urgent=True)
         self._stop = False
@@ -45,21 +60,40 @@ class Background:
     def busy(self) -> bool:
         return self._running is not None
 
+    def ready(self) -> None:
+        """Return when the environments are made; raises what making them raised."""
+        self._wait(self._envs)
+
     @torch.no_grad()
     def start(self, parameters: Flat, seed: int, step: int) -> None:
         """Copy the parameters, in the current queue, and play with them."""
         assert not self.busy
         self._flat.copy_(parameters)
         self._copied.record()
+        self._moved = time.perf_counter()
         self._running = self._pool.submit(self._play, seed, step)
 
     def result(self, wait: bool = False) -> Evaluation | None:
         """That of the evaluation that was started, once; None if it has none, or was stopped."""
-        if self._running is None or not (wait or self._running.done()):
+        if self._running is None:
+            return None
+        if wait:
+            self._wait(self._running)
+        elif not self._running.done():
+            self._check()
             return None
         result = self._running.result()
         self._running = None
         return result
+
+    def _wait(self, future: Future[Any]) -> None:
+        while not wait_for([future], timeout=0.25).done:
+            self._check()
+        future.result()
+
+    def _check(self) -> None:
+        if self._patience and time.perf_counter() - self._moved > self._patience:
+            raise Stuck("the evaluation's environments")
 
     def _play(self, seed: int, step: int) -> Evaluation | None:
         envs = self._envs.result()
@@ -68,6 +102,7 @@ class Background:
             return evaluation.play(self._player, envs, self._episodes, seed, step, self._ended)
 
     def _ended(self) -> bool:
+        self._moved = time.perf_counter()
         return self._stop or self._stop_asked()
 
     def close(self) -> None:

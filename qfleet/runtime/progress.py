@@ -160,10 +160,10 @@ def bottleneck(values: Mapping[str, float]) -> str:
     if "pipeline/env" not in values:
         return ""
     env, act, learn, wait = (values.get(f"pipeline/{name}", 0.0) for name in ("env", "act", "learn", "wait"))
-    act += max(0.0, wait - learn)  # who waits, waits for the learner first
-    if learn > max(env, act):
+    in_turn = env + act + learn < 1.05  # shares of the time; otherwise learning goes on beside the others
+    if learn > 0.9 or (in_turn and learn > max(env, act)):
         return "learning: fewer samples per step or a faster device would help"
-    if env >= act:
+    if env >= act + (0.0 if in_turn else wait):  # in turn, who waits, waits for the learner
         return "environments: more cores or faster environments would help"
     return "acting: more environments per group would help"
 

@@ -30,6 +30,11 @@ def pick_device(name: str, same_as: torch.device | None = None) -> str:
     return name
 
 
+def device_of(name: str) -> torch.device:
+    """The device of that name; `cuda` alone is the current one, so that equal devices compare equal."""
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
 def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device: torch.device) -> Config:
     """What may depend on the machine, settled once: a resumed or repeated run reads it from config.yaml."""
     # Overlapping pays only with a core left over for the environments: on 2 cores a learner of 2 threads that shares

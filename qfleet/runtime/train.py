@@ -30,13 +30,13 @@ from qfleet.config import Config, ConfigError, dump_yaml, override
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
-from qfleet.runtime.background import Background
+from qfleet.runtime.background import Background, Stuck
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.metrics import Metrics
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
-from qfleet.runtime.setup import lock, pick_device, prepare, resolve, summary, versions
+from qfleet.runtime.setup import device_of, lock, pick_device, prepare, resolve, summary, versions
 from qfleet.runtime.watchdog import Watchdog
 from qfleet.types import Spec, State, Step
 
@@ -56,8 +56,8 @@ class Trainer:
     def __init__(self, config: Config, run_dir: Path, progress: Progress, resume: bool = False) -> None:
         self.run_dir, self.progress = run_dir, progress
         self._threads = config.runtime.emulator_threads or os.cpu_count() or 1
-        device = torch.device(pick_device(config.device))
-        if device.index is not None:
+        device = device_of(pick_device(config.device))
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         seed = rng.derive(config.seed, "environments")
         self.groups = envs.make_groups(
@@ -88,7 +88,7 @@ class Trainer:
         """Everything but the environments, which may be processes that must not outlive a failure here."""
         run_dir, progress = self.run_dir, self.progress
         wanted_compile = config.learner.compile == "on"
-        replay_device = torch.device(pick_device(config.replay.device, device))
+        replay_device = device_of(pick_device(config.replay.device, device))
         self.config = config = resolve(config, self.envs, device, replay_device)
         if config.acting.device == "auto":
             self.config = config = override(config, {"acting.device": self._place(config, device)})
@@ -120,6 +120,7 @@ class Trainer:
         if device.type == "cuda" and config.runtime.eval_every:
             self._evaluate_beside()
         self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
+        self._evaluating: float | None = None  # when an evaluation on this thread made its last step
         self.stop_reason = ""
         self.signal: int | None = None
         if isinstance(self.learner, CapturedLearner):
@@ -131,6 +132,8 @@ class Trainer:
             self.schedule.wait()
             self.collector.start()
             dump_yaml(config, run_dir / "config.yaml", versions(config))
+        if self._background is not None:
+            self._background.ready()
         self.schedule.wait()  # what was queued outside of its streams
         self._began = time.perf_counter()
         self.metrics = Metrics(run_dir, position)
@@ -150,7 +153,7 @@ class Trainer:
 
     def _make_parts(self, config: Config, spec: Spec, device: torch.device) -> None:
         """Learner, schedule, and who acts."""
-        acting_device = torch.device(pick_device(config.acting.device))
+        acting_device = device_of(pick_device(config.acting.device))
         self.learner: Learner
         self.schedule: Schedule
         schedule, threads = config.runtime.schedule, config.learner.threads
@@ -185,7 +188,7 @@ class Trainer:
         """Train until total_steps, an early stop or a signal; each of these leaves a checkpoint."""
         previous = self._catch_signals()
         if seconds := self.config.runtime.watchdog:
-            self._open.callback(Watchdog(self.collector, seconds, self._stuck).close)
+            self._open.callback(Watchdog(self._waiting, seconds, self._environments_stuck).close)
         if self.collector.steps >= self.config.total_steps:
             self.stop_reason = "total_steps"  # a finished run, resumed
         try:
@@ -197,6 +200,8 @@ class Trainer:
                 learned = self.schedule.round(self.collector.collect, self._store, self._learn)
                 self._between_rounds(before, self.collector.steps, learned)
             self._save()
+        except Stuck as e:  # the thread it hangs in cannot be joined
+            self._stuck(str(e))
         except torch.OutOfMemoryError as e:
             raise TrainingError(f"{out_of_memory(self.config, e)} {self._last_checkpoint()}") from None
         except OSError as e:
@@ -212,13 +217,26 @@ class Trainer:
     def close(self) -> None:
         self._open.close()
 
-    def _stuck(self, group: int) -> None:
+    def _waiting(self) -> float | None:
+        """Since when this thread has been waiting for environments, of the training or of an evaluation."""
+        waiting = self.collector.waiting
+        return self._evaluating if waiting is None else waiting[1]
+
+    def _environments_stuck(self) -> None:
         """Called by the watchdog, while the training thread waits for environments that do not answer."""
-        who, seconds = self.groups[group].awaited(), self.config.runtime.watchdog
-        message = f"{who} did not answer for {seconds:g} s, and the run cannot go on."
+        waiting = self.collector.waiting
+        if waiting is None:
+            self._evaluation_due = True
+            self._stuck("the evaluation's environments")
+        else:
+            self._stuck(self.groups[waiting[0]].awaited(), training=True)
+
+    def _stuck(self, who: str, training: bool = False) -> None:
+        """Save and end the process. `training`: without the environments of the training, which do not answer."""
+        message = f"{who} did not answer for {self.config.runtime.watchdog:g} s, and the run cannot go on."
         try:
             self.schedule.wait()
-            self._save(stuck=True)
+            self._save(stuck=training)
             message += f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
         except Exception as e:  # whatever fails here, the process must end, and say why
             message += f" Saving failed: {e}. {self._last_checkpoint()}"
@@ -269,14 +287,17 @@ class Trainer:
             self._log(step)
         if finished:
             self.stop_reason = "total_steps"
-        background = self._background
-        if background is not None and (result := background.result()):
-            self._judge(result, self._background_state())
+        if (background := self._background) is not None and background.busy:
+            if result := background.result():
+                self._judge(result, self._background_state())
+            elif not background.busy:  # a signal stopped it
+                self._evaluation_due = True
         if finished or (background is None and crossed(before, step, c.eval_every)):
             self._evaluate(step)
         elif background is not None and not background.busy and step // c.eval_every > self._evaluations_begun:
             self._evaluations_begun = step // c.eval_every
-            self._begin_evaluation(background, step)
+            if not self.stop_reason and self.signal is None:
+                self._begin_evaluation(background, step)
         if self.signal is not None:
             self.stop_reason = "signal"
         if crossed(before, step, c.checkpoint_every):
@@ -399,6 +420,7 @@ class Trainer:
             lambda: evaluation.make_envs(config.env, episodes, seed, self._threads),
             episodes,
             stop=lambda: self.signal is not None,
+            patience=config.runtime.watchdog,
         )
         self._open.callback(self._background.close)
 
@@ -408,7 +430,14 @@ class Trainer:
         if self._eval_envs is None:
             self._eval_envs = evaluation.make_envs(self.config.env, episodes, seed, self._threads)
             self._open.callback(self._eval_envs.close)
-        return evaluation.play(self.policy, self._eval_envs, episodes, seed, step, stop=lambda: self.signal is not None)
+
+        def stop() -> bool:
+            self._evaluating = time.perf_counter()
+            return self.signal is not None
+
+        result = evaluation.play(self.policy, self._eval_envs, episodes, seed, step, stop)
+        self._evaluating = None
+        return result
 
     def _last_checkpoint(self) -> str:
         saved = sorted(p for p in self.checkpoints.dir.glob("step_*") if p.suffix != ".tmp")

@@ -15,23 +15,24 @@ import threading
 import time
 from collections.abc import Callable
 
-from qfleet.acting.collector import Collector
-
 
 class Watchdog:
-    """Calls `stuck(group)` once, from a thread of its own, when a step takes longer than `seconds`."""
+    """Calls `stuck` once, from a thread of its own, when a step takes longer than `seconds`.
 
-    def __init__(self, collector: Collector, seconds: float, stuck: Callable[[int], None]) -> None:
-        self._collector, self._seconds, self._stuck = collector, seconds, stuck
+    `waiting` says since when (time.perf_counter) the training thread has been waiting for a step; None if it is not.
+    """
+
+    def __init__(self, waiting: Callable[[], float | None], seconds: float, stuck: Callable[[], None]) -> None:
+        self._waiting, self._seconds, self._stuck = waiting, seconds, stuck
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._closed.wait(self._seconds / 4):
-            waiting = self._collector.waiting
-            if waiting is not None and time.perf_counter() - waiting[1] > self._seconds:
-                self._stuck(waiting[0])
+            since = self._waiting()
+            if since is not None and time.perf_counter() - since > self._seconds:
+                self._stuck()
                 return
 
     def close(self) -> None:

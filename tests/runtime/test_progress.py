@@ -147,8 +147,10 @@ def test_line_for_negative_returns_and_huge_losses():
         (0.8, 0.1, 0.2, 0.0, "environments"),
         (0.2, 0.1, 0.7, 0.0, "learning"),
         (0.1, 0.2, 0.97, 0.7, "learning"),
-        (0.2, 0.3, 0.2, 0.4, "acting"),
+        (0.2, 0.3, 0.6, 0.4, "acting"),
         (0.4, 0.1, 0.5, 0.5, "learning"),  # lag 0 on a GPU: what is waited for is the learner
+        (0.5, 0.45, 0.6, 0.0, "environments"),  # the learner is busy, and nobody waits for it
+        (0.3, 0.2, 0.7, 0.45, "acting"),
     ],
 )
 def test_the_bottleneck_is_named(env: float, act: float, learn: float, wait: float, limit: str) -> None:

@@ -1,20 +1,26 @@
 """The schedule of a GPU, run on the CPU: the same parts, uncaptured, give the numbers of the other schedules."""
 
 import signal
+import threading
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from qfleet import recipes, rng
+from qfleet import networks, recipes, rng
+from qfleet.acting.policy import Policy
 from qfleet.api import load_policy
 from qfleet.captured import CapturedLearner
 from qfleet.config import Config, override
 from qfleet.learner import Flat
 from qfleet.runtime import evaluation, metrics
+from qfleet.runtime.background import Background, Stuck
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.train import Trainer
+from qfleet.types import Spec
 
 SMALL = {
     "env.num_envs": 4, "network.hidden": (32, 32), "network.atoms": 11, "replay.capacity": 2000, "replay.min_steps": 100,
@@ -144,3 +150,68 @@ def test_evaluation_beside_training(tmp_path: Path) -> None:
             seed = rng.derive(config.seed, f"evaluation {int(row['step'])}")
             again = evaluation.play(background.policy, games, 4, seed, 0)
         assert again is not None and again.mean_return == row["eval/mean_reward"]
+
+
+def test_an_evaluation_beside_training_that_a_signal_stops_is_due_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("dqn", total_steps=1500, runtime__eval_every=500, runtime__eval_episodes=2)
+    with Progress(1, "", silent=True) as progress:
+        trainer = Trainer(config, tmp_path / "run", progress)
+        trainer._evaluate_beside()
+        assert trainer._background is not None
+
+        def stopped(*args: Any) -> None:
+            trainer.signal = signal.SIGTERM
+
+        monkeypatch.setattr(evaluation, "play", stopped)
+        between = trainer._between_rounds
+
+        def waited(before: int, step: int, learned: Any) -> None:
+            """The thread has ended, but nobody has asked for the result yet."""
+            if trainer._background is not None and trainer._background._running is not None:
+                futures.wait([trainer._background._running])
+            between(before, step, learned)
+
+        monkeypatch.setattr(trainer, "_between_rounds", waited)
+        trainer.run()
+        assert trainer.stop_reason == "signal" and 500 <= trainer.collector.steps < 700
+        monkeypatch.undo()
+        again = Trainer(config, tmp_path / "run", progress, resume=True)
+        assert again._evaluation_due
+        again.run()
+    steps = [row["step"] for row in metrics.read(tmp_path / "run") if "eval/mean_reward" in row]
+    assert steps[0] == trainer.collector.steps
+
+
+def test_an_evaluation_beside_training_that_hangs_is_found() -> None:
+    hang = threading.Event()
+
+    class Hanging:
+        num_envs = 2
+        spec = Spec(obs_shape=(3,), obs_dtype="float32", num_actions=2)
+
+        def reset(self, seed: int) -> Any:
+            return np.zeros((2, 3), np.float32)
+
+        def step(self, actions: Any) -> Any:
+            hang.wait()
+            raise RuntimeError("released")
+
+        def close(self) -> None:
+            pass
+
+    config = config_of("dqn")
+    net = networks.build(config, Hanging.spec)
+    policy = Policy(net, config, Hanging.spec)
+    background = Background(policy, Hanging, 2, patience=0.2)  # type: ignore[arg-type]
+    background.ready()
+    background.start(Flat(networks.build(config, Hanging.spec), torch.device("cpu")), 1, 0)
+    with pytest.raises(Stuck, match="evaluation's environments"):
+        background.result(wait=True)
+    hang.set()
+    background.close()
+    failing = Background(policy, lambda: 1 / 0, 2)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        failing.ready()
+    failing.close()
