@@ -33,15 +33,18 @@ def config_of(recipe: str, **settings: Any) -> Config:
     return override(recipes.make(recipe, "CartPole-v1"), SMALL | {k.replace("__", "."): v for k, v in settings.items()})
 
 
-def rounds(config: Config, folder: Path, count: int) -> Trainer:
+def rounds(config: Config, folder: Path, count: int) -> tuple[Trainer, float]:
+    """-> and the sum of all losses."""
     with Progress(1, "", silent=True) as progress:
         trainer = Trainer(config, folder, progress)
+        told = []
         for _ in range(count):
             trainer._publish()
-            trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn)
+            told.append(trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn))
         trainer.schedule.wait()
+        told.append(trainer.learner.flush())
         trainer.close()
-    return trainer
+    return trainer, sum(learned.loss_sum for learned in told if learned is not None)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -68,8 +71,9 @@ def test_streams_equal_pipelined(recipe: str, settings: dict[str, Any], groups: 
     """To the bit: the same draws, the same operations, at the same lag. (Not with Adam: its learning rate is a float32
     tensor here, and a Python number there.)"""
     config = config_of(recipe, runtime__groups=groups, **settings)
-    plain = rounds(override(config, {"runtime.schedule": "pipelined"}), tmp_path / "a", 60)
-    ours = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 60)
+    plain, losses = rounds(override(config, {"runtime.schedule": "pipelined"}), tmp_path / "a", 60)
+    ours, our_losses = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 60)
+    assert our_losses == pytest.approx(losses, rel=1e-5) and losses > 0
     assert isinstance(ours.learner, CapturedLearner) and not isinstance(plain.learner, CapturedLearner)
     assert ours.learner.updates == plain.learner.updates > 50
     assert ours.collector.steps == plain.collector.steps
@@ -82,8 +86,8 @@ def test_streams_equal_pipelined(recipe: str, settings: dict[str, Any], groups: 
 def test_streams_are_close_where_kernels_round_otherwise(recipe: str, tmp_path: Path) -> None:
     """A hand-written MLP and numba's tree on one side, autograd and torch on the other: the first updates agree closely."""
     config = config_of(recipe)
-    plain = rounds(override(config, {"runtime.schedule": "pipelined"}), tmp_path / "a", 10)
-    ours = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 10)
+    plain, _ = rounds(override(config, {"runtime.schedule": "pipelined"}), tmp_path / "a", 10)
+    ours, _ = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 10)
     assert ours.learner.updates == plain.learner.updates > 4
     torch.testing.assert_close(ours.learner.flat.data, plain.learner.flat.data, rtol=1e-3, atol=1e-4)
 
