@@ -3,7 +3,7 @@
     python benchmarks/gpu_atari.py breakout [--steps 10000000] [--recipe double] [--set PATH=VALUE ...]
 
 Every five seconds: resident memory of the command and all its children, and the GPU's memory in use. The curve (greedy evaluations
-of 20 episodes) and the memory go to benchmarks/results/gpu_atari_<game>.png, the figures to gpu_atari.jsonl.
+of 20 episodes) and the memory go to benchmarks/results/gpu_atari_<game>_<recipe>.png, the figures to gpu_atari.jsonl.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def watch(pid: int, stop: threading.Event, out: list[dict[str, float]]) -> None:
         out.append({"seconds": time.time() - began, "host": host, "gpu": on_gpu()})
 
 
-def draw(game: str, curve: list[tuple[int, float]], memory: list[dict[str, float]], title: str) -> None:
+def draw(game: str, recipe: str, curve: list[tuple[int, float]], memory: list[dict[str, float]], title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -77,7 +77,7 @@ def draw(game: str, curve: list[tuple[int, float]], memory: list[dict[str, float
     left.plot([s / 1e6 for s, _ in curve], [r for _, r in curve], marker=".")
     for number, (name, value) in enumerate(PUBLISHED.get(game, {}).items()):
         left.axhline(value, linestyle="--", linewidth=1, color=f"C{number + 1}", label=f"{name}: {value:g}")
-    left.set(xlabel="million steps", ylabel="return of 20 greedy episodes", title=title)
+    left.set(xlabel="million steps", ylabel="return of greedy episodes", title=title)
     left.legend(fontsize="small")
     right.plot([m["seconds"] for m in memory], [m["host"] / 1e9 for m in memory], label="main memory")
     right.plot([m["seconds"] for m in memory], [m["gpu"] / 1e9 for m in memory], label="GPU memory")
@@ -85,7 +85,7 @@ def draw(game: str, curve: list[tuple[int, float]], memory: list[dict[str, float
     right.legend()
     figure.tight_layout()
     RESULTS.mkdir(exist_ok=True)
-    figure.savefig(RESULTS / f"gpu_atari_{game}.png", dpi=80)
+    figure.savefig(RESULTS / f"gpu_atari_{game}_{recipe}.png", dpi=80)
 
 
 def main() -> None:
@@ -113,23 +113,27 @@ def main() -> None:
         stop.set()
         watching.join()
         seconds = time.time() - began
-        rows: list[dict[str, Any]] = [
-            json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()
-        ]
+        metrics = Path(folder, "run/metrics.jsonl")
+        rows: list[dict[str, Any]] = (
+            [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        )
     curve = sorted((int(r["step"]), r["eval/mean_reward"]) for r in rows if "eval/mean_reward" in r)
     speed = [r["time/steps_per_second"] for r in rows if "time/steps_per_second" in r]
-    third = len(memory) // 3
-    grown = {k: memory[-2][k] - memory[third][k] for k in ("host", "gpu")} if third else {}
-    draw(args.game, curve, memory, f"{args.game}, {args.recipe}, {seconds / 60:.1f} minutes")
+    record("gpu_atari", {"game": args.game, "recipe": args.recipe, "settings": args.set, "exit": code, "seconds": seconds, "curve": curve, "memory": memory[::6]})  # fmt: skip
+    print(f"{args.game}: exit {code}, {seconds:.0f} s, {sum(speed) / max(1, len(speed)):,.0f} steps/s")
+    if not curve or len(memory) < 6:
+        return
+    third = memory[len(memory) // 3]
+    grown = {k: memory[-2][k] - third[k] for k in ("host", "gpu")}
+    draw(args.game, args.recipe, curve, memory, f"{args.game}, {args.recipe}, {seconds / 60:.1f} minutes")
     print(
-        f"{args.game}: exit {code}, {seconds:.0f} s, {sum(speed) / len(speed):,.0f} steps/s; last {curve[-1]}, best {max(r for _, r in curve):.1f}"
+        f"last {curve[-1]}, best {max(r for _, r in curve):.1f}; curve "
+        + " ".join(f"{s / 1e6:.1f}M:{r:.0f}" for s, r in curve)
     )
-    print("curve " + " ".join(f"{s / 1e6:.1f}M:{r:.0f}" for s, r in curve))
     print(
         "memory GB, every 30 s: " + " ".join(f"{m['host'] / 1e9:.2f}/{m['gpu'] / 1e9:.2f}" for m in memory[::6]),
         f"grown since a third: {grown}",
     )
-    record("gpu_atari", {"game": args.game, "recipe": args.recipe, "settings": args.set, "exit": code, "seconds": seconds, "curve": curve, "memory": memory[::6]})  # fmt: skip
 
 
 if __name__ == "__main__":

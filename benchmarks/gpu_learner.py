@@ -150,7 +150,7 @@ def compiled(batch: int) -> float:
     fast = torch.compile(loss)
 
     def update() -> None:
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=True)
         fast().backward()
         nn.utils.clip_grad_norm_(online.parameters(), 10.0, foreach=True)
         optimizer.step()

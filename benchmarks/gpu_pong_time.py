@@ -13,10 +13,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
-from common import median, record
+from common import record
 
 GOAL = 18.0
 
@@ -30,23 +31,25 @@ def one(seed: int, recipe: str, settings: list[str], limit: float) -> dict[str, 
         for setting in settings:
             path, _, value = setting.partition("=")
             command += [f"--{path.replace('_', '-')}", value]
-        began, reached, step, best = time.time(), 0.0, 0, float("-inf")
+        reached: float | None = None
+        step, newest, last = 0, float("-inf"), ""
+        began = time.time()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None
-        last = ""
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
         for line in process.stdout:
             last = line.strip() or last
             if found := re.search(r"step ([\d,]+)/.* eval (-?[\d.]+)", line):
-                if float(found[2]) != best:
+                if float(found[2]) != newest:
                     print(f"  {time.time() - began:6.1f} s  {line.strip()[:110]}", flush=True)
-                best = float(found[2])
-                if best >= GOAL and not reached:
+                newest = float(found[2])
+                if newest >= GOAL and reached is None:
                     reached, step = time.time() - began, int(found[1].replace(",", ""))
-            if time.time() - began > limit:
-                process.kill()
         process.wait()
+        timer.cancel()
         print(f"  {time.time() - began:6.1f} s  {last[:110]}", flush=True)
-        return {"seed": seed, "reached": reached, "step": step, "whole": time.time() - began, "evaluation": best}
+        return {"seed": seed, "reached": reached, "step": step, "whole": time.time() - began, "evaluation": newest}
 
 
 def main() -> None:
@@ -60,8 +63,11 @@ def main() -> None:
     for seed in args.seeds:
         runs.append(one(seed, args.recipe, args.set, args.limit))
         print(f"seed {seed}: {runs[-1]}", flush=True)
-    reached = [run["reached"] for run in runs]
-    print(f"reached {sum(r > 0 for r in reached)} of {len(runs)}, median {median(reached):.1f} s")
+    reached = [run["reached"] for run in runs if run["reached"] is not None]
+    print(
+        f"reached by {len(reached)} of {len(runs)}",
+        f"after {', '.join(f'{r:.1f}' for r in reached)} s" if reached else "",
+    )
     record("gpu_pong_time", {"recipe": args.recipe, "settings": args.set, "runs": runs})
 
 

@@ -24,6 +24,8 @@ def ours(steps: int) -> dict[str, float]:
     from qfleet.runtime.train import Trainer
 
     settings = {
+        "device": "cpu",
+        "env.num_envs": 8,
         "total_steps": START + steps,
         "replay.capacity": 20_000,
         "replay.min_steps": START,
@@ -93,6 +95,8 @@ def main() -> None:
     parser.add_argument("--one", choices=["qfleet", "sb3", "sb3-8"], help="measure once in this process and print JSON")
     parser.add_argument("--device", default="cpu", help="with --one sb3: where Stable-Baselines3 learns")
     args = parser.parse_args()
+    if args.device != "cpu" and args.one not in ("sb3", "sb3-8"):
+        parser.error("--device goes with --one sb3 or sb3-8: the comparison is one of CPUs")
     if args.one:
         envs = 8 if args.one == "sb3-8" else 1
         one = ours(args.steps) if args.one == "qfleet" else theirs(args.steps, envs, args.device)

@@ -3,7 +3,7 @@
 A kernel row of a convolution over [B, H, W, C] reads ROW = width * C neighbouring numbers, so the product runs over
 plain runs of memory: no copy of patches is ever made. Weights are [N, kernel height, ROW], as a channels-last
 nn.Conv2d weight lies in memory. These shapes have 32 or 64 output channels, where cuDNN picks kernels of half the
-speed (benchmarks/results/gpu_kernels.md).
+speed (benchmarks/results/gpu.md).
 """
 
 from __future__ import annotations

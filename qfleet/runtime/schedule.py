@@ -5,7 +5,7 @@
     serial, lag 1     collect → learn → store
     pipelined         ┌ collect (acting copy) ┐ join → store     ┌ learn on rows of earlier rounds ┐
                       └───────────────────────┘   → publish      └─────────────────────────────────┘
-    streams           the same with a GPU's stream instead of a thread: the main thread queues and never waits for it
+    streams           the same with a GPU's stream instead of a thread: the main thread queues, at most a round ahead
 
 | who     | consumes                        | waits for                    | unblocked by           |
 |---------|---------------------------------|------------------------------|------------------------|
