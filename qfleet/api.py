@@ -14,6 +14,7 @@ import yaml
 
 from qfleet import config as configs
 from qfleet import networks, recipes
+from qfleet.acting import placement
 from qfleet.acting.policy import Policy, Recorded
 from qfleet.config import Config, ConfigError
 from qfleet.envs import ids
@@ -142,12 +143,26 @@ def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Ev
         with evaluation.make_envs(
             policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
         ) as envs:
-            player = policy if policy.device.type == "cpu" else Recorded(policy, envs.num_envs)
-            result = evaluation.play(player, envs, episodes, chosen, step)
+            result = evaluation.play(_player(policy, envs.num_envs), envs, episodes, chosen, step)
     finally:
         torch.set_num_threads(threads)
     assert result is not None
     return result
+
+
+def _player(policy: Policy, batch: int) -> Policy | Recorded:
+    """The policy where it answers sooner."""
+    if policy.device.type == "cpu":
+        return policy
+
+    def policy_on(name: str) -> Policy:
+        net = networks.build(policy.config, policy.spec)
+        net.load_state_dict(policy.net.state_dict())
+        return Policy(net.to(name).eval(), policy.config, policy.spec, name)
+
+    if placement.choose(policy_on, batch, str(policy.device)) == "cpu":
+        return policy_on("cpu")
+    return Recorded(policy, batch)
 
 
 def load(run: str | Path) -> Policy:

@@ -140,7 +140,7 @@ def _acting() -> Iterator[Line]:
         first = next((batch for batch, cpu, gpu in measured if gpu <= cpu), None)
         figures = ", ".join(f"{batch}: {cpu * 1e3:.2f} and {gpu * 1e3:.2f}" for batch, cpu, gpu in measured)
         choice = "CPU" if first is None else "GPU" if first == 1 else f"GPU from {first} environments on"
-        yield f"acting, {name}", choice, f"ms on CPU and GPU for so many environments: {figures}"
+        yield f"acting, {name}", choice, f"ms on one core and GPU for so many environments: {figures}"
     triton = _version("triton")
     yield "triton", triton or "missing", "" if triton else "kernels of the GPU path need it: pip install triton"
 

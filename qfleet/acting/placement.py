@@ -12,33 +12,35 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from qfleet.acting.policy import Policy
-from qfleet.device import settle
+from qfleet.acting.policy import Policy, Recorded
 
 BUDGET = 0.1  # seconds of measuring on each device
 LEAST = 3  # measurements
 
 
 def seconds(policy: Policy, batch: int) -> float:
-    """From observations in main memory to actions in main memory, the median of some tries."""
+    """From observations in main memory to actions in main memory, as it will be done: recorded on a GPU, else on one core.
+
+    (The other cores belong to the environments.) The median of some tries.
+    """
     rng = np.random.default_rng(0)
     obs = (rng.random((batch, *policy.spec.input_shape)) * 255).astype(policy.spec.obs_dtype)
+    player = policy if policy.device.type == "cpu" else Recorded(policy, batch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        player.act(obs)  # libraries are loaded and algorithms chosen
+        return median_seconds(lambda: player.act(obs))
+    finally:
+        torch.set_num_threads(threads)
 
-    def once() -> None:
-        policy.act(obs)
 
-    once()  # libraries are loaded and algorithms chosen
-    return median_seconds(once, policy.device)
-
-
-def median_seconds(once: Callable[[], None], device: torch.device) -> float:
+def median_seconds(once: Callable[[], object]) -> float:
     times: list[float] = []
     end = time.perf_counter() + BUDGET
     while len(times) < LEAST or time.perf_counter() < end:
-        settle(device)
         began = time.perf_counter()
         once()
-        settle(device)
         times.append(time.perf_counter() - began)
     return float(np.median(times))
 
@@ -49,6 +51,6 @@ def choose(policy_on: Callable[[str], Policy], batch: int, gpu: str) -> str:
 
 
 def crossover(policy_on: Callable[[str], Policy], gpu: str) -> list[tuple[int, float, float]]:
-    """(batch, seconds on the CPU, seconds on the GPU) for some numbers of environments."""
+    """(batch, seconds on one core, seconds on the GPU) for some numbers of environments."""
     here, there = policy_on("cpu"), policy_on(gpu)
     return [(batch, seconds(here, batch), seconds(there, batch)) for batch in (1, 8, 64, 512)]
