@@ -56,17 +56,15 @@ class Trainer:
     def __init__(self, config: Config, run_dir: Path, progress: Progress, resume: bool = False) -> None:
         self.run_dir, self.progress = run_dir, progress
         self._threads = config.runtime.emulator_threads or os.cpu_count() or 1
-        device = device_of(pick_device(config.device))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        name = pick_device(config.device)
         seed = rng.derive(config.seed, "environments")
         self.groups = envs.make_groups(
             config.env,
             seed=seed,
             groups=config.runtime.groups,
             threads=self._threads,
-            wait=False,  # they are made while kernels are compiled
-            nice=BEHIND_GPU if device.type == "cuda" else 0,
+            wait=False,  # they are made while the GPU wakes up and kernels are compiled
+            nice=BEHIND_GPU if name != "cpu" else 0,
         )
         self.envs = self.groups[0]  # speaks for all where they are alike
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
@@ -75,6 +73,9 @@ class Trainer:
             self._open.callback(group.close)
         self._new = False  # we made the folder, and hold its lock
         try:
+            device = device_of(name)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             self._make(config, device, resume)
         except BaseException as e:
             self._open.close()
