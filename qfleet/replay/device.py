@@ -175,6 +175,7 @@ class Sampler:
         self._out = Drawn(*(t.to(s.device) for t in (*ints, *floats, frames)))
         offset = torch.from_numpy(sampler.offset) if isinstance(sampler, Priorities) else torch.zeros(0)
         self._offset = offset.to(s.device, torch.int64)
+        self._priority = torch.zeros(batch, dtype=torch.float64, device=s.device)
 
     @property
     def changed(self) -> list[Tensor]:
@@ -189,7 +190,7 @@ class Sampler:
 
             s, out = self._storage, (self._rings, self._out)
             if isinstance(self._sampler, Priorities):
-                tree = (self._sampler.tree, self._offset, beta)
+                tree = (self._sampler.tree, self._offset, beta, self._priority)
                 sampling.prioritized(self._key, counter, *tree, *out, rows=s.rows, clip=s.clip, stack=s.stack)
             else:
                 starts = (self._sampler.ring, self._sampler.place)

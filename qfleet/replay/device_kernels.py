@@ -97,11 +97,11 @@ def _uniform(
 
 @triton.jit(do_not_specialize=["B", "E", "T"])
 def _prioritized(
-    key, counter, tree, offset, beta, out_weight,
+    key, counter, tree, offset, out_priority,
     action, reward, flags, oldest, gamma, out_id, out_action, out_reward, out_discount, frames, B, E, T, clip,
     LEVELS: tl.constexpr, STEPS: tl.constexpr, STACK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    i = tl.arange(0, BM)
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = i < B
     total = tl.load(tree + tl.load(offset + LEVELS - 1))
     x = (i.to(tl.float64) + _random(key, tl.load(counter), i)) / B.to(tl.float64) * total
@@ -126,13 +126,19 @@ def _prioritized(
         go = (x >= left) & (right > 0)
         x = tl.where(go, x - left, x)
         node += go.to(tl.int64)
-    priority = tl.load(tree + node, mask=inside, other=float("inf"))
-    ratio = tl.where(inside, tl.min(priority, 0) / priority, 1.0).to(tl.float32)
-    tl.store(out_weight + i, tl.exp2(tl.log2(ratio) * tl.load(beta)), mask=inside)
+    tl.store(out_priority + i, tl.load(tree + node, mask=inside, other=0.0), mask=inside)
     _fold(
         node, i, inside, B, action, reward, flags, oldest, gamma, out_id, out_action, out_reward, out_discount, frames,
         E, T, clip, STEPS, STACK,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["B"])
+def _weights(priority, beta, out_weight, B, BM: tl.constexpr):
+    i = tl.arange(0, BM)
+    p = tl.load(priority + i, mask=i < B, other=float("inf"))
+    ratio = tl.where(i < B, tl.min(p, 0) / p, 1.0).to(tl.float32)
+    tl.store(out_weight + i, tl.exp2(tl.log2(ratio) * tl.load(beta)), mask=i < B)
 
 
 @triton.jit(do_not_specialize=["B", "E", "T"])
@@ -197,14 +203,18 @@ def uniform(key: int, counter: Tensor, ring: Tensor, place: Tensor, rings: Rings
     )  # fmt: skip
 
 
-def prioritized(key: int, counter: Tensor, tree: Tensor, offset: Tensor, beta: Tensor, rings: Rings, out: Drawn, *, rows: int, clip: float, stack: int) -> None:  # fmt: skip
-    """Batch `counter` [1] in proportion to the priorities; tree as in replay.priorities, offset [levels] on the device."""
+def prioritized(key: int, counter: Tensor, tree: Tensor, offset: Tensor, beta: Tensor, priority: Tensor, rings: Rings, out: Drawn, *, rows: int, clip: float, stack: int) -> None:  # fmt: skip
+    """Batch `counter` [1] in proportion to the priorities; tree as in replay.priorities, offset [levels] on the device.
+
+    priority [B] float64 becomes those of the batch.
+    """
     batch = len(out.action)
     assert batch <= LARGEST
-    _prioritized[(1,)](
-        _signed(key), counter, tree, offset, beta, out.weight, *rings, *out[:4], out.frames, batch, len(rings.oldest), rows, clip,
-        LEVELS=len(offset), STEPS=len(rings.gamma) - 1, STACK=stack, BM=triton.next_power_of_2(batch), num_warps=8 if batch > 256 else 4,
+    _prioritized[(-(-batch // 32),)](
+        _signed(key), counter, tree, offset, priority, *rings, *out[:4], out.frames, batch, len(rings.oldest), rows, clip,
+        LEVELS=len(offset), STEPS=len(rings.gamma) - 1, STACK=stack, BM=32, num_warps=1,
     )  # fmt: skip
+    _weights[(1,)](priority, beta, out.weight, batch, BM=triton.next_power_of_2(batch), num_warps=8)
 
 
 def update(tree: Tensor, offset: Tensor, id: Tensor, error: Tensor, oldest: Tensor, highest: Tensor, *, rows: int, alpha: float) -> None:  # fmt: skip
