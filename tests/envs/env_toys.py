@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -122,9 +123,10 @@ class Hanging(Saved):
         self.file = file
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.episode == 2 and self.t == 5 and os.path.exists(self.file):
-            os.rename(self.file, self.file + ".found")
-            threading.Event().wait()
+        if self.episode == 2 and self.t == 5:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.file, self.file + ".found")
+                threading.Event().wait()
         return super().step(action)
 
 
