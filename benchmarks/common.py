@@ -54,6 +54,15 @@ def record(name: str, values: dict[str, Any]) -> None:
         f.write(json.dumps({**about, **values}) + "\n")
 
 
+def train_command(env: str, recipe: str, folder: str, settings: Sequence[str], *more: str) -> list[str]:
+    """`qfleet train`, with settings given as PATH=VALUE."""
+    command = [sys.executable, "-m", "qfleet", "train", env, "--recipe", recipe, "--run-dir", f"{folder}/run", *more]
+    for setting in settings:
+        path, _, value = setting.partition("=")
+        command += [f"--{path.replace('_', '-')}", value]
+    return command
+
+
 def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, record
+from common import RESULTS, record, train_command
 
 # After 10M agent steps, no sticky actions (CleanRL's DQN and C51), and at 40M frames with sticky actions (Dopamine).
 PUBLISHED = {
@@ -100,13 +99,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "qfleet", "train", args.game, "--recipe", args.recipe, "--total-steps", str(args.steps),
-            "--run-dir", f"{folder}/run", "--runtime.checkpoint-every", "0",
-        ]  # fmt: skip
-        for setting in args.set:
-            path, _, value = setting.partition("=")
-            command += [f"--{path.replace('_', '-')}", value]
+        more = ("--total-steps", str(args.steps), "--runtime.checkpoint-every", "0")
+        command = train_command(args.game, args.recipe, folder, args.set, *more)
         began = time.time()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         memory: list[dict[str, float]] = []

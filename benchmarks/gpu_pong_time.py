@@ -11,26 +11,20 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from typing import Any
 
-from common import record
+from common import record, train_command
 
 GOAL = 18.0
 
 
 def one(seed: int, recipe: str, settings: list[str], limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "qfleet", "train", "pong", "--recipe", recipe, "--seed", str(seed), "--run-dir", f"{folder}/run",
-            "--runtime.stop-at", str(GOAL), "--runtime.checkpoint-every", "0",
-        ]  # fmt: skip
-        for setting in settings:
-            path, _, value = setting.partition("=")
-            command += [f"--{path.replace('_', '-')}", value]
+        stop = ("--runtime.stop-at", str(GOAL), "--runtime.checkpoint-every", "0")
+        command = train_command("pong", recipe, folder, settings, "--seed", str(seed), *stop)
         reached: float | None = None
         step, newest, last = 0, float("-inf"), ""
         began = time.time()

@@ -9,7 +9,7 @@ networks in low precision (kernels/encoder.py); and for everything else the same
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -118,16 +118,14 @@ class CapturedLearner(Learner):
 
     def prepare(self, source: Replay) -> None:
         """Compile and record the update. What it computes on the way is undone, so the replay may be empty."""
-        self._step = self._record(source)
-
-    def _record(self, source: Replay) -> Captured:
         self._sampler = source.on_device(self.config.learner.batch_size, self.kernels)
         changed = [self.flat.data, self.target.data, *self.flat.buffers, self._counter, self._loss_sum, self._q_mean]
         changed += [self.optimizer.m, self.optimizer.v, self.optimizer.step, *self._sampler.changed]
         if self.low is not None:
             changed.append(self.low)
-        if not self.by_hand:
-            return Captured(self._update, changed, self.device)
+        self._step = Captured(self._handmade(self._sampler) if self.by_hand else self._update, changed, self.device)
+
+    def _handmade(self, sampler: Sampler) -> Callable[[], None]:
         from qfleet.kernels import nature
 
         assert self.low is not None and self._target_low is not None
@@ -135,7 +133,7 @@ class CapturedLearner(Learner):
             self.flat.data, self.low, self.target.data, self._target_low, self.grad, self.optimizer.m, self.optimizer.v,
             self._counter, self._lr, self._beta, self._loss_sum, self._q_mean,
         )  # fmt: skip
-        return Captured(nature.Update(self.config, self.flat.places, buffers, self._sampler), changed, self.device)
+        return nature.Update(self.config, self.flat.places, buffers, sampler)
 
     def _update(self) -> None:
         """One update by autograd."""
@@ -145,7 +143,7 @@ class CapturedLearner(Learner):
             batch = self._batch(self._sampler, self._sampler.draw(self._counter, self._beta))
             draws = self._draws(self._counter, len(batch.action))
         grad.zero_()
-        out, raw = self._loss_low(batch, draws) if self.low is not None else self._loss_of(batch, draws)
+        out, raw = self._loss_of(batch, draws) if self._low_grad is None else self._loss_low(batch, draws)
         with torch.no_grad():
             self._sampler.update(batch.id, out.priority)
             self._counter += 1

@@ -4,8 +4,9 @@
 |-----------|--------------------------------------------|-------------------------------------------------------------------|
 | thread    | the copy of the parameters; then its games | the learner's queue; the environments                             |
 | training  | nothing: it asks `result` between rounds   |                                                                   |
-| `result`, | the thread, where the caller wants it (the | the thread, or `Stuck` when its games have not moved for          |
-| `ready`   | last evaluation)                           | `patience` seconds: then the thread can only be left behind       |
+| `result`  | the thread, where the caller wants it (the | the thread, or `Stuck` when its games have not moved for          |
+|           | last evaluation)                           | `patience` seconds: then the thread can only be left behind       |
+| `ready`   | the environments to be made                | the thread                                                        |
 | `close`   | the thread                                 | the thread, which looks at `stop` after every step                |
 
 Twenty games of Atari take seconds, in which a GPU would otherwise train nothing. The result belongs to the step the copy
@@ -17,9 +18,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from typing import Any
 
 import torch
 
@@ -61,8 +61,8 @@ class Background:
         return self._running is not None
 
     def ready(self) -> None:
-        """Return when the environments are made; raises what making them raised."""
-        self._wait(self._envs)
+        """Return when the environments are made, which may take its time; raises what making them raised."""
+        self._envs.result()
 
     @torch.no_grad()
     def start(self, parameters: Flat, seed: int, step: int) -> None:
@@ -77,23 +77,15 @@ class Background:
         """That of the evaluation that was started, once; None if it has none, or was stopped."""
         if self._running is None:
             return None
-        if wait:
-            self._wait(self._running)
-        elif not self._running.done():
-            self._check()
-            return None
+        while not self._running.done():
+            if self._patience and time.perf_counter() - self._moved > self._patience:
+                raise Stuck("the evaluation's environments")
+            if not wait:
+                return None
+            futures.wait([self._running], timeout=0.25)
         result = self._running.result()
         self._running = None
         return result
-
-    def _wait(self, future: Future[Any]) -> None:
-        while not wait_for([future], timeout=0.25).done:
-            self._check()
-        future.result()
-
-    def _check(self) -> None:
-        if self._patience and time.perf_counter() - self._moved > self._patience:
-            raise Stuck("the evaluation's environments")
 
     def _play(self, seed: int, step: int) -> Evaluation | None:
         envs = self._envs.result()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_nature import SPEC, config_of, filled
+from test_nature import SPEC, config_of, filled, relative
 
 from qfleet import recipes
 from qfleet.captured import Best, CapturedLearner
@@ -100,7 +100,3 @@ def test_updates_equal_those_of_the_plain_network(recipe: str, settings: dict[st
     values = ours.net.q(stack)
     regret = values.max(1).values - values.gather(1, chosen[:, None])[:, 0]
     assert (regret <= (1e-5 if DEVICE.type == "cpu" else 0.02) * values.abs().max()).all()
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
