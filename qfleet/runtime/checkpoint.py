@@ -194,10 +194,10 @@ class Checkpoints:
         _link(self.dir, "last", f"step_{step:09d}")
         self._prune()
 
-    def save_best(self, step: int, state: State) -> None:
+    def save_best(self, step: int, spec: State, model: State) -> None:
         """The weights alone, as the best so far."""
-        model = {"learner": {"model": state["learner"]["model"]}, "spec": state["spec"], "step": step}
-        _write_folder(self.dir / f"best_{step:09d}", model, [])
+        state = {"learner": {"model": model}, "spec": spec, "step": step}
+        _write_folder(self.dir / f"best_{step:09d}", state, [])
         _link(self.dir, "best", f"best_{step:09d}")
         for old in self.dir.glob("best_*"):
             if old.name != f"best_{step:09d}":

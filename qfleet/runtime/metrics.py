@@ -9,14 +9,63 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from qfleet.runtime.tensorboard import EventFile, write_all
 
+if TYPE_CHECKING:  # it imports torch, which those who only read metrics do without
+    from qfleet.learner import Learned
+
 FILE_NAME = "metrics.jsonl"
+SHARES = ("env", "act", "learn", "transfer", "wait")  # of the time, in seconds on the clock
 Row = dict[str, float]
+
+
+class Window:
+    """What happened since the last line: losses, and how far the counts and seconds of `clock` went."""
+
+    def __init__(self, clock: Callable[[], dict[str, float]]) -> None:
+        self._clock = clock
+        self._loss_sum, self._q_mean, self._updates = 0.0, 0.0, 0
+        self.begin()
+
+    def add(self, learned: Learned) -> None:
+        self._loss_sum += learned.loss_sum
+        self._updates += learned.updates
+        self._q_mean = learned.q_mean
+
+    def leave_out(self, seconds: float) -> None:
+        self._then["wall"] += seconds
+
+    def begin(self) -> None:
+        """The time counts from now on."""
+        self._then = self._clock()
+
+    def close(self, batch_size: int) -> Row:
+        """The values of the window; the next one begins."""
+        now = self._clock()
+        passed = {name: now[name] - then for name, then in self._then.items()}
+        wall = max(passed["wall"], 1e-9)
+        values: Row = {}
+        if self._updates:
+            values["train/loss"] = self._loss_sum / self._updates
+            values["train/q_mean"] = self._q_mean
+        values["time/steps_per_second"] = passed["steps"] / wall
+        values["time/updates_per_second"] = passed["updates"] / wall
+        values |= {f"pipeline/{name}": passed[name] / wall for name in SHARES}
+        values["pipeline/transfer_mb_per_second"] = passed["bytes"] / 1e6 / wall
+        if passed["steps"]:
+            values["pipeline/samples_per_step"] = passed["updates"] * batch_size / passed["steps"]
+        self._loss_sum, self._updates, self._then = 0.0, 0, now
+        return values
+
+    def state(self) -> list[float]:
+        return [self._loss_sum, self._q_mean, self._updates]
+
+    def load_state(self, state: list[float]) -> None:
+        self._loss_sum, self._q_mean, self._updates = state[0], state[1], int(state[2])
 
 
 class Metrics:

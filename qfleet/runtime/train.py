@@ -30,10 +30,10 @@ from qfleet.config import Config, ConfigError, dump_yaml, override
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime import evaluation
-from qfleet.runtime.background import Background, Stuck
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.evaluation import Evaluation
-from qfleet.runtime.metrics import Metrics
+from qfleet.runtime.evaluator import Evaluator, Stuck
+from qfleet.runtime.metrics import Metrics, Window
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
 from qfleet.runtime.setup import device_of, lock, pick_device, prepare, resolve, summary, versions
@@ -108,20 +108,16 @@ class Trainer:
         self.replay = Replay(config, spec, replay_device, seed=config.seed, on_host=not on_device)
         self.limiter = Limiter(config)
         self._make_parts(config, spec, device)
-        self._eval_envs: envs.Envs | None = None
         self.checkpoints = Checkpoints(run_dir, config.runtime.keep)
         # What the rounds leave behind.
         self.stored_steps = 0
         self.best: float | None = None
         self.evaluations_since_best = 0
         self.lr_scale = 1.0
-        self._loss_sum, self._q_mean, self._window_updates = 0.0, 0.0, 0
+        self.window = Window(self._clock)
         self._before = 0.0  # seconds of earlier incarnations
-        self._background: Background | None = None
-        if device.type == "cuda" and config.runtime.eval_every:
-            self._evaluate_beside()
+        self.evaluator = self._make_evaluator(beside=device.type == "cuda")
         self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
-        self._evaluating: float | None = None  # when an evaluation on this thread made its last step
         self.stop_reason = ""
         self.signal: int | None = None
         if isinstance(self.learner, CapturedLearner):
@@ -133,13 +129,12 @@ class Trainer:
             self.schedule.wait()
             self.collector.start()
             dump_yaml(config, run_dir / "config.yaml", versions(config))
-        if self._background is not None:
-            self._background.ready()
+        self.evaluator.ready()
         self.schedule.wait()  # what was queued outside of its streams
         self._began = time.perf_counter()
         self.metrics = Metrics(run_dir, position)
         self._open.callback(self.metrics.close)
-        self._marks = self._clock()
+        self.window.begin()
 
     def _place(self, config: Config, device: torch.device) -> str:
         """Where actions are computed, measured with the network and the number of environments in use."""
@@ -194,7 +189,7 @@ class Trainer:
             self.stop_reason = "total_steps"  # a finished run, resumed
         try:
             if self._evaluation_due:
-                self._evaluate(self.collector.steps)
+                self._evaluate(self.collector.steps, last=bool(self.stop_reason))
             while not self.stop_reason:
                 before = self.collector.steps
                 self._publish()
@@ -221,13 +216,12 @@ class Trainer:
     def _waiting(self) -> float | None:
         """Since when this thread has been waiting for environments, of the training or of an evaluation."""
         waiting = self.collector.waiting
-        return self._evaluating if waiting is None else waiting[1]
+        return self.evaluator.waiting if waiting is None else waiting[1]
 
     def _environments_stuck(self) -> None:
         """Called by the watchdog, while the training thread waits for environments that do not answer."""
         waiting = self.collector.waiting
         if waiting is None:
-            self._evaluation_due = True
             self._stuck("the evaluation's environments")
         else:
             self._stuck(self.groups[waiting[0]].awaited(), training=True)
@@ -288,17 +282,7 @@ class Trainer:
             self._log(step)
         if finished:
             self.stop_reason = "total_steps"
-        if (background := self._background) is not None and background.busy:
-            if result := background.result():
-                self._judge(result, self._background_state())
-            elif not background.busy:  # a signal stopped it
-                self._evaluation_due = True
-        if finished or (background is None and crossed(before, step, c.eval_every)):
-            self._evaluate(step)
-        elif background is not None and not background.busy and step // c.eval_every > self._evaluations_begun:
-            self._evaluations_begun = step // c.eval_every
-            if not self.stop_reason and self.signal is None:
-                self._begin_evaluation(background, step)
+        self._evaluate(step, last=finished)
         if self.signal is not None:
             self.stop_reason = "signal"
         if crossed(before, step, c.checkpoint_every):
@@ -306,33 +290,16 @@ class Trainer:
 
     def _account(self, learned: Learned | None) -> None:
         if learned is not None:
-            self._loss_sum += learned.loss_sum
-            self._window_updates += learned.updates
-            self._q_mean = learned.q_mean
+            self.window.add(learned)
             if not learned.loss_sum < EXPLODED * learned.updates:
                 self._diverged(self.collector.steps)
 
     def _log(self, step: int) -> None:
-        now, then = self._clock(), self._marks
-        self._marks = now
-        wall = max(now["wall"] - then["wall"], 1e-9)
         values = self.episode_values()
-        if self._window_updates:
-            values["train/loss"] = self._loss_sum / self._window_updates
-            values["train/q_mean"] = self._q_mean
         values["train/lr"] = self.learner.lr
         values["train/n_updates"] = self.learner.updates
-        values["time/steps_per_second"] = (now["steps"] - then["steps"]) / wall
-        values["time/updates_per_second"] = (now["updates"] - then["updates"]) / wall
-        for name in ("env", "act", "learn", "transfer", "wait"):
-            values[f"pipeline/{name}"] = (now[name] - then[name]) / wall
-        values["pipeline/transfer_mb_per_second"] = (now["bytes"] - then["bytes"]) / 1e6 / wall
-        if steps := now["steps"] - then["steps"]:
-            values["pipeline/samples_per_step"] = (
-                (now["updates"] - then["updates"]) * self.config.learner.batch_size / steps
-            )
+        values |= self.window.close(self.config.learner.batch_size)
         values["pipeline/lag"] = self.config.runtime.lag
-        self._loss_sum, self._window_updates = 0.0, 0
         self.metrics.write(step, values)
         self.progress.update(step, values)
 
@@ -359,39 +326,48 @@ class Trainer:
             "bytes": actor.transfer_bytes,
         }
 
-    def _evaluate(self, step: int) -> None:
-        """Now, while nothing else happens."""
+    def _make_evaluator(self, beside: bool) -> Evaluator:
+        config, spec, device = self.config, self.envs.spec, self.learner.device
+        net = networks.build(config, spec).to(device).eval()
+        seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
+        evaluator = Evaluator(
+            Policy(net, config, spec, device),
+            lambda: evaluation.make_envs(config.env, episodes, seed, self._threads),
+            episodes,
+            beside=beside,
+            stop=lambda: self.signal is not None,
+            patience=config.runtime.watchdog,
+        )
+        self._open.callback(evaluator.close)
+        return evaluator
+
+    def _evaluate(self, step: int, last: bool) -> None:
+        """See what became of an evaluation begun earlier; begin one if it is time. The last one is waited for."""
         began = time.perf_counter()
-        if self._background is not None:
-            if earlier := self._background.result(wait=True):
-                self._judge(earlier, self._background_state())
-            self._begin_evaluation(self._background, step)
-            result = self._background.result(wait=True)
-        else:
-            self._publish()
-            self.schedule.wait()
-            result = self.evaluate(step)
-        self._evaluation_due = result is None
-        if result is not None:
-            self._judge(result, self._state() if self._background is None else self._background_state())
-        self._marks["wall"] += time.perf_counter() - began  # evaluation is not training time
+        self._take_evaluation(wait=last)
+        number = step // (self.config.runtime.eval_every or step + 1)
+        due = self._evaluation_due or (number > self._evaluations_begun and not self.stop_reason)
+        if last or (due and not self.evaluator.busy):
+            self._evaluations_begun, self._evaluation_due = number, False
+            with self.schedule.publishing():
+                self.evaluator.start(self.learner.flat, rng.derive(self.config.seed, f"evaluation {step}"), step)
+            self._take_evaluation(wait=last)
+        self.window.leave_out(time.perf_counter() - began)  # evaluation is not training time
 
-    def _begin_evaluation(self, background: Background, step: int) -> None:
-        with self.schedule.publishing():
-            background.start(self.learner.flat, rng.derive(self.config.seed, f"evaluation {step}"), step)
+    def _take_evaluation(self, wait: bool) -> None:
+        if self.evaluator.busy:
+            if result := self.evaluator.result(wait):
+                self._judge(result)
+            elif not self.evaluator.busy:  # a signal stopped it
+                self._evaluation_due = True
 
-    def _background_state(self) -> State:
-        """What a best checkpoint needs, of the parameters that were evaluated beside the training."""
-        assert self._background is not None
-        return {"spec": asdict(self.envs.spec), "learner": {"model": self._background.policy.net.state_dict()}}
-
-    def _judge(self, result: Evaluation, state: State) -> None:
-        """What follows from an evaluation; `state` is what was evaluated."""
+    def _judge(self, result: Evaluation) -> None:
+        """What follows from an evaluation."""
         c = self.config.runtime
         better = self.best is None or result.mean_return > self.best
         if better or result.mean_return == self.best:  # of equals, the newest is kept
             self.best = result.mean_return
-            self.checkpoints.save_best(result.step, state)
+            self.checkpoints.save_best(result.step, asdict(self.envs.spec), self.evaluator.policy.net.state_dict())
         if better:
             self.evaluations_since_best = 0
         else:
@@ -410,35 +386,6 @@ class Trainer:
             self.stop_reason = "stop_at"
         elif c.patience and self.evaluations_since_best >= c.patience:
             self.stop_reason = "patience"
-
-    def _evaluate_beside(self) -> None:
-        """From now on evaluations do not stop the training."""
-        config, spec = self.config, self.envs.spec
-        net = networks.build(config, spec).to(self.learner.device).eval()
-        seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
-        self._background = Background(
-            Policy(net, config, spec, self.learner.device),
-            lambda: evaluation.make_envs(config.env, episodes, seed, self._threads),
-            episodes,
-            stop=lambda: self.signal is not None,
-            patience=config.runtime.watchdog,
-        )
-        self._open.callback(self._background.close)
-
-    def evaluate(self, step: int) -> Evaluation | None:
-        """None if a signal came. Greedy episodes on separate environments, kept open between evaluations; the seed depends on the step alone."""
-        episodes, seed = self.config.runtime.eval_episodes, rng.derive(self.config.seed, f"evaluation {step}")
-        if self._eval_envs is None:
-            self._eval_envs = evaluation.make_envs(self.config.env, episodes, seed, self._threads)
-            self._open.callback(self._eval_envs.close)
-
-        def stop() -> bool:
-            self._evaluating = time.perf_counter()
-            return self.signal is not None
-
-        result = evaluation.play(self.policy, self._eval_envs, episodes, seed, step, stop)
-        self._evaluating = None
-        return result
 
     def _last_checkpoint(self) -> str:
         saved = sorted(p for p in self.checkpoints.dir.glob("step_*") if p.suffix != ".tmp")
@@ -479,8 +426,8 @@ class Trainer:
             "best": self.best,
             "evaluations_since_best": self.evaluations_since_best,
             "lr_scale": self.lr_scale,
-            "evaluation_due": self._evaluation_due or (self._background is not None and self._background.busy),
-            "window": [self._loss_sum, self._q_mean, self._window_updates],
+            "evaluation_due": self._evaluation_due or self.evaluator.busy,
+            "window": self.window.state(),
             "metrics_bytes": self.metrics.position(),
             "seconds": self.seconds,
         }
@@ -495,7 +442,7 @@ class Trainer:
         self.stored_steps = state["stored_steps"]
         self.best, self.evaluations_since_best = state["best"], state["evaluations_since_best"]
         self.lr_scale, self._evaluation_due = state["lr_scale"], state["evaluation_due"]
-        self._loss_sum, self._q_mean, self._window_updates = state["window"]
+        self.window.load_state(state["window"])
         self._before = state["seconds"]
         return int(state["metrics_bytes"])
 

@@ -17,7 +17,7 @@ from qfleet.captured import CapturedLearner
 from qfleet.config import Config, override
 from qfleet.learner import Flat
 from qfleet.runtime import evaluation, metrics
-from qfleet.runtime.background import Background, Stuck
+from qfleet.runtime.evaluator import Evaluator, Stuck
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.train import Trainer
 from qfleet.types import Spec
@@ -127,9 +127,7 @@ def test_evaluation_beside_training(tmp_path: Path) -> None:
     config = config_of("munchausen", total_steps=2500, runtime__eval_every=500, runtime__eval_episodes=4)
     with Progress(1, "", silent=True) as progress:
         trainer = Trainer(config, tmp_path / "run", progress)
-        trainer._evaluate_beside()
-        background = trainer._background
-        assert background is not None
+        trainer.evaluator = background = trainer._make_evaluator(beside=True)
         began: dict[int, torch.Tensor] = {}
         start = background.start
 
@@ -162,8 +160,7 @@ def test_an_evaluation_beside_training_that_a_signal_stops_is_due_on_resume(
     config = config_of("dqn", total_steps=1500, runtime__eval_every=500, runtime__eval_episodes=2)
     with Progress(1, "", silent=True) as progress:
         trainer = Trainer(config, tmp_path / "run", progress)
-        trainer._evaluate_beside()
-        assert trainer._background is not None
+        trainer.evaluator = trainer._make_evaluator(beside=True)
 
         def stopped(*args: Any) -> None:
             trainer.signal = signal.SIGTERM
@@ -173,8 +170,8 @@ def test_an_evaluation_beside_training_that_a_signal_stops_is_due_on_resume(
 
         def waited(before: int, step: int, learned: Any) -> None:
             """The thread has ended, but nobody has asked for the result yet."""
-            if trainer._background is not None and trainer._background._running is not None:
-                futures.wait([trainer._background._running])
+            if trainer.evaluator._running is not None:
+                futures.wait([trainer.evaluator._running])
             between(before, step, learned)
 
         monkeypatch.setattr(trainer, "_between_rounds", waited)
@@ -208,14 +205,14 @@ def test_an_evaluation_beside_training_that_hangs_is_found() -> None:
     config = config_of("dqn")
     net = networks.build(config, Hanging.spec)
     policy = Policy(net, config, Hanging.spec)
-    background = Background(policy, Hanging, 2, patience=0.2)  # type: ignore[arg-type]
+    background = Evaluator(policy, Hanging, 2, beside=True, patience=0.2)  # type: ignore[arg-type]
     background.ready()
     background.start(Flat(networks.build(config, Hanging.spec), torch.device("cpu")), 1, 0)
     with pytest.raises(Stuck, match="evaluation's environments"):
         background.result(wait=True)
     hang.set()
     background.close()
-    failing = Background(policy, lambda: 1 / 0, 2)  # type: ignore[arg-type, return-value]
+    failing = Evaluator(policy, lambda: 1 / 0, 2, beside=True)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         failing.ready()
     failing.close()

@@ -1,4 +1,8 @@
-"""Evaluation beside training: a thread, environments and a copy of the network of its own.
+"""Evaluations of a run: greedy episodes with a copy of the network and environments of their own.
+
+Beside the training (a GPU: twenty games of Atari take seconds, in which it would otherwise train nothing) or in between, on
+the training thread. The result belongs to the step the copy was made at, and the copy stays until the next `start`: it is
+what the best checkpoint saves.
 
 | who       | waits for                                  | unblocked by                                                      |
 |-----------|--------------------------------------------|-------------------------------------------------------------------|
@@ -8,10 +12,6 @@
 |           | last evaluation)                           | `patience` seconds: then the thread can only be left behind       |
 | `ready`   | the environments to be made                | the thread                                                        |
 | `close`   | the thread                                 | the thread, which looks at `stop` after every step                |
-
-Twenty games of Atari take seconds, in which a GPU would otherwise train nothing. The result belongs to the step the copy
-was made at, and the copy stays until the next `start`: it is what the best checkpoint saves. The environments are made at
-once, while everything else starts, too.
 """
 
 from __future__ import annotations
@@ -32,37 +32,51 @@ from qfleet.runtime.evaluation import Evaluation
 
 
 class Stuck(RuntimeError):
-    """The environments of an evaluation do not answer."""
+    """The environments of an evaluation beside the training do not answer."""
 
 
-class Background:
-    """One evaluation at a time. `patience`: seconds that its environments may take for a step (0: for ever)."""
+class Evaluator:
+    """One evaluation at a time. `patience`: seconds that its environments may take for a step (0: for ever).
+
+    Beside the training, the environments are made at once, while everything else starts, too; else for the first evaluation.
+    """
 
     def __init__(
         self,
         policy: Policy,
         make_envs: Callable[[], Envs],
         episodes: int,
+        *,
+        beside: bool,
         stop: Callable[[], bool] = lambda: False,
         patience: float = 0.0,
     ) -> None:
         self.policy, self._episodes, self._stop_asked = policy, episodes, stop
-        self._patience, self._moved = patience, time.perf_counter()
+        self._patience, self._moved = patience, 0.0
         self._flat, self._copied = Flat(policy.net, policy.device), Mark(policy.device)
         self._queue = Queue(policy.device, urgent=True)
         self._stop = False
-        self._pool = ThreadPoolExecutor(1, "evaluation")
-        self._envs = self._pool.submit(make_envs)
+        self._make_envs = make_envs
+        self._envs: Envs | None = None
+        self._pool = ThreadPoolExecutor(1, "evaluation") if beside else None
+        self._making = self._pool.submit(self._games) if self._pool else None
         self._player = Recorded(policy, evaluation.num_envs(episodes))
         self._running: Future[Evaluation | None] | None = None
 
     @property
     def busy(self) -> bool:
+        """It was started, and the result was not taken yet."""
         return self._running is not None
 
+    @property
+    def waiting(self) -> float | None:
+        """Since when (time.perf_counter) an evaluation on the calling thread has been waiting for a step."""
+        return (self._moved or None) if self._pool is None else None
+
     def ready(self) -> None:
-        """Return when the environments are made, which may take its time; raises what making them raised."""
-        self._envs.result()
+        """Return when environments that are made beside are there; raises what making them raised."""
+        if self._making is not None:
+            self._making.result()
 
     @torch.no_grad()
     def start(self, parameters: Flat, seed: int, step: int) -> None:
@@ -70,15 +84,18 @@ class Background:
         assert not self.busy
         self._flat.copy_(parameters)
         self._copied.record()
-        self._moved = time.perf_counter()
-        self._running = self._pool.submit(self._play, seed, step)
+        if self._pool is not None:
+            self._running = self._pool.submit(self._play, seed, step)
+        else:
+            self._running = Future()
+            self._running.set_result(self._play(seed, step))
 
     def result(self, wait: bool = False) -> Evaluation | None:
-        """That of the evaluation that was started, once; None if it has none, or was stopped."""
+        """That of the evaluation that was started, once; None if it has none yet, or was stopped (then it is not busy)."""
         if self._running is None:
             return None
         while not self._running.done():
-            if self._patience and time.perf_counter() - self._moved > self._patience:
+            if self._patience and self._moved and time.perf_counter() - self._moved > self._patience:
                 raise Stuck("the evaluation's environments")
             if not wait:
                 return None
@@ -87,11 +104,20 @@ class Background:
         self._running = None
         return result
 
+    def _games(self) -> Envs:
+        if self._envs is None:
+            self._envs = self._make_envs()
+        return self._envs
+
     def _play(self, seed: int, step: int) -> Evaluation | None:
-        envs = self._envs.result()
+        games = self._games()
         self._copied.wait()
         with self._queue:
-            return evaluation.play(self._player, envs, self._episodes, seed, step, self._ended)
+            self._moved = time.perf_counter()
+            try:
+                return evaluation.play(self._player, games, self._episodes, seed, step, self._ended)
+            finally:
+                self._moved = 0.0
 
     def _ended(self) -> bool:
         self._moved = time.perf_counter()
@@ -99,6 +125,7 @@ class Background:
 
     def close(self) -> None:
         self._stop = True
-        self._pool.shutdown()
-        if self._envs.exception() is None:
-            self._envs.result().close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self._envs is not None:
+            self._envs.close()
