@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["EnvStep", "Envs", "make", "make_groups"]
 
 MANY_GAMES = 32  # Atari games from which on worker processes make and step them
+GAMES_EACH = 64  # at most, if there are cores: a worker makes one after the other
 PROBE_SECONDS = 0.03  # how long `auto` measures
 WAKE_SECONDS, MESSAGE_SECONDS = 60e-6, 20e-6  # what workers cost a vector step: once, and for each of them (measured)
 
@@ -104,9 +105,10 @@ def make_groups(
 
 
 def _atari(game: str, config: EnvConfig, seeds: Sequence[int], threads: int, wait: bool, nice: int) -> Envs:
-    """In this process, or in one worker process per core where there are so many games that making them takes long.
+    """In this process, or in worker processes where there are so many games that making them takes long.
 
-    Workers have two threads each: one more than cores, for the games that take longer (they reset) not to hold up the rest.
+    Few workers with several threads each: the games of a worker go to its threads as these become free, so one that takes
+    longer (it resets) holds up less than in many workers with a fixed share each.
     """
     if config.vectorize == "inprocess":
         raise ConfigError(
@@ -118,8 +120,9 @@ def _atari(game: str, config: EnvConfig, seeds: Sequence[int], threads: int, wai
     one = Vector(game, config, 1, 1)
     one.close()
     spec, notes = spec_and_notes(game, config, one)
-    maker = Maker(game, config, threads=2)
-    return subprocess.Subprocess(game, spec, maker, seeds, threads, notes, FRAME_SKIP, wait, nice)
+    workers = min(threads, max(2, -(-len(seeds) // GAMES_EACH)))
+    maker = Maker(game, config, threads=max(2, threads // workers))
+    return subprocess.Subprocess(game, spec, maker, seeds, workers, notes, FRAME_SKIP, wait, nice)
 
 
 def _spec(observations: spaces.Observations, actions: spaces.Actions, frame_stack: int) -> Spec:
