@@ -43,6 +43,7 @@ from qfleet.types import Spec, State, Step
 EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BEHIND_GPU = 10  # niceness of environments: the thread that feeds the GPU, and evaluations, go first
+EVALUATION_SHARE = 4  # an evaluation beside the training has this part of the cores: its threads spin while they wait
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
 
@@ -330,9 +331,10 @@ class Trainer:
         config, spec, device = self.config, self.envs.spec, self.learner.device
         net = networks.build(config, spec).to(device).eval()
         seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
+        threads = max(1, self._threads // EVALUATION_SHARE) if beside else self._threads
         evaluator = Evaluator(
             Policy(net, config, spec, device),
-            lambda: evaluation.make_envs(config.env, episodes, seed, self._threads),
+            lambda: evaluation.make_envs(config.env, episodes, seed, threads),
             episodes,
             beside=beside,
             stop=lambda: self.signal is not None,
