@@ -250,6 +250,74 @@ class RuntimeConfig:
             )
 
 
+GRADIENT_MODES = ("sync", "async", "window", "ssp")  # learners push gradients; the others train alone for a while
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    mode: Literal["sync", "async", "window", "ssp", "localsgd", "diloco", "easgd", "admm"] = opt(
+        "sync", "how several learners agree, see docs/sync.md"
+    )
+    transport: Literal["auto", "allreduce", "server"] = opt(
+        "auto", "auto = server for async, window, ssp and easgd, all-reduce for the rest"
+    )
+    codec: Literal["fp32", "bf16", "int8", "topk", "powersgd"] = opt("fp32", "how what is pushed is compressed")
+    servers: int = opt(1, "server: parts into which the parameters are cut")
+    staleness: int | None = opt(
+        None,
+        "ssp: clocks a learner may be ahead of the slowest [4]; async: pushes older than this many versions are rejected [never]",
+    )
+    damping: Literal["none", "inverse", "sqrt"] = opt(
+        "none", "async, ssp: learning rate of a push that is k times as stale as usual: unchanged, / k, / sqrt(k)"
+    )
+    backup: int = opt(0, "sync on a server: learners that are not waited for")
+    window: int = opt(0, "window: pushes that become one update; 0 = as many as there are learners")
+    window_ms: float = opt(0.0, "window: milliseconds after which fewer do; 0 = never")
+    local_steps: int = opt(16, "localsgd, diloco, easgd, admm: updates between two exchanges")
+    outer_lr: float = opt(0.7, "diloco: learning rate of the outer Nesterov step")
+    outer_momentum: float = opt(0.9, "diloco: its momentum")
+    elasticity: float = opt(
+        0.5, "easgd: part of the difference that learner and centre give way to each other, over all learners"
+    )
+    rho: float = opt(0.1, "admm: penalty on the distance from the consensus")
+    rho_adapt: bool = opt(True, "admm: double or halve it where primal and dual residual differ tenfold")
+    topk: float = opt(0.01, "topk: part of the numbers that are sent; the rest is kept for later")
+    rank: int = opt(4, "powersgd: rank")
+    balance: bool = opt(True, "batch shares in proportion to the measured speed of the learners (sync, ssp)")
+    weights: tuple[float, ...] = opt((), "batch shares of the learners, instead of measured ones")
+    heartbeat: float = opt(10.0, "seconds without a sign of life after which a learner is left behind")
+
+    def __post_init__(self) -> None:
+        _check(self.servers >= 1, "sync.servers", self.servers, "at least 1")
+        _check(self.staleness is None or self.staleness >= 0, "sync.staleness", self.staleness, "0 or positive")
+        for name in ("backup", "window", "window_ms"):
+            _check(getattr(self, name) >= 0, f"sync.{name}", getattr(self, name), "0 or positive")
+        _check(self.local_steps >= 1, "sync.local_steps", self.local_steps, "at least 1")
+        _check(self.outer_lr > 0, "sync.outer_lr", self.outer_lr, "positive")
+        _check(0 <= self.outer_momentum < 1, "sync.outer_momentum", self.outer_momentum, "0 or more and below 1")
+        _check(0 < self.elasticity <= 1, "sync.elasticity", self.elasticity, "above 0 and at most 1")
+        _check(self.rho > 0, "sync.rho", self.rho, "positive")
+        _check(0 < self.topk <= 1, "sync.topk", self.topk, "above 0 and at most 1")
+        _check(self.rank >= 1, "sync.rank", self.rank, "at least 1")
+        _check(all(w > 0 for w in self.weights), "sync.weights", self.weights, "positive, one for every learner")
+        _check(self.heartbeat > 0, "sync.heartbeat", self.heartbeat, "positive")
+        if self.transport == "allreduce" and self.mode in ("async", "window", "ssp"):
+            raise ConfigError(
+                f"sync.mode {self.mode} needs a server (nobody waits for anybody, so there is nothing to reduce together): use --sync.transport server or auto."
+            )
+        if self.codec == "powersgd" and self.over == "server":
+            raise ConfigError(
+                "sync.codec powersgd compresses whole matrices, which server shards do not have: use --sync.transport allreduce (with a mode that allows it), or another codec."
+            )
+
+    @property
+    def over(self) -> Literal["allreduce", "server"]:
+        """The transport in use."""
+        if self.transport != "auto":
+            return self.transport
+        return "server" if self.mode in ("async", "window", "ssp", "easgd") else "allreduce"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run needs. Make one with a recipe: `qfleet.recipes.make("rainbow", "CartPole-v1")`."""

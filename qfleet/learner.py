@@ -125,6 +125,8 @@ class Learner:
         self._has_modes = any(isinstance(m, MODAL) for m in self.net.modules())  # only a user's module can
         self.optimizer = Optimizer(config, self.flat.data)
         self.updates = 0
+        # What happens with a gradient and the number of samples behind it. With several learners, sync takes this place.
+        self.agree: Callable[[Tensor, int], None] = lambda grad, samples: self.apply(grad)
         self.wait_seconds = 0.0  # of the host, for a device
         self.lr = config.learner.lr
         self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
@@ -164,19 +166,30 @@ class Learner:
 
     def apply(self, grad: Tensor) -> None:
         """Clip, optimise, refresh the target network."""
-        c = self.config.learner
-        self.optimizer(grad, self.lr)
-        self.updates += 1
-        if self.updates % c.target_interval == 0:
+        self.optimize(grad)
+        if self.updates % self.config.learner.target_interval == 0:
             self.refresh_target()
 
+    def optimize(self, grad: Tensor) -> None:
+        """Clip, optimise."""
+        self.optimizer(grad, self.lr)
+        self.updates += 1
+
     def refresh_target(self) -> None:
+        self.freeze(self.flat.data)
+        self.target.copy_buffers_(self.flat)
+
+    def freeze(self, parameters: Tensor) -> None:
+        """They become those of the target network, or a part of them (tau)."""
         tau = self.config.learner.tau
         if tau == 1.0:
-            self.target.copy_(self.flat)
+            self.target.data.copy_(parameters)
         else:
-            self.target.data.lerp_(self.flat.data, tau)
-            self.target.copy_buffers_(self.flat)
+            self.target.data.lerp_(parameters, tau)
+
+    @property
+    def parameters(self) -> Tensor:
+        return self.flat.data
 
     # --- many updates ------------------------------------------------------------------------------------------
 
@@ -203,7 +216,7 @@ class Learner:
                 target = self.targets(part, self.updates)
                 for batch, batch_target in zip(unbind(part, size), torch.split(target, size), strict=True):
                     grad, priority, loss, raw = self.grads(batch, batch_target, self.updates)
-                    self.apply(grad)
+                    self.agree(grad, size)
                     source.update_priorities(batch.id, priority)
                     total_loss = total_loss + loss
         q = self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean()

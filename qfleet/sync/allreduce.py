@@ -1,0 +1,167 @@
+"""Agreement without a server: weighted means over all ranks of a torch.distributed group, the same bits on each of them.
+
+| who          | waits for                        | unblocked by                                                   |
+|--------------|----------------------------------|----------------------------------------------------------------|
+| `mean`       | the same call of all other ranks | them, or an error: at once when one dies, after the group's    |
+|              |                                  | timeout when one hangs                                         |
+
+fp32 is one all-reduce of the vector, with the weight as its last number. Compressed messages cannot be added on the way: they
+are gathered, and everybody adds them up in the order of the ranks. Low rank (PowerSGD) reduces two thin matrices instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qfleet import rng
+from qfleet.config import SyncConfig
+from qfleet.sync import codecs
+from qfleet.sync.shard import Outer
+from qfleet.types import Array, State
+
+
+class Mean(Protocol):
+    @property
+    def bytes_sent(self) -> int:
+        """Handed to the group so far."""
+        ...
+
+    def __call__(self, vector: Tensor, weight: float) -> Tensor: ...
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
+
+
+def make(sync: SyncConfig, places: Sequence[tuple[torch.Size, int]], size: int, seed: int) -> Mean:
+    """The mean over the default group. `places`: shapes and offsets of the matrices in a vector of this size."""
+    if sync.codec == "powersgd":
+        return LowRank(places, size, sync.rank, seed)
+    if sync.codec == "fp32":
+        return Reduced()
+    return Gathered(codecs.make(sync, size, seed, dist.get_rank()))
+
+
+class Reduced:
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+
+    def __call__(self, vector: Tensor, weight: float) -> Tensor:
+        buffer = torch.empty(len(vector) + 1, dtype=vector.dtype)
+        torch.mul(vector, weight, out=buffer[:-1])
+        buffer[-1] = weight
+        dist.all_reduce(buffer)
+        self.bytes_sent += buffer.nbytes
+        return buffer[:-1].div_(buffer[-1].clone())
+
+    def state(self) -> State:
+        return {}
+
+    def load_state(self, state: State) -> None:
+        pass
+
+
+class Gathered:
+    def __init__(self, codec: codecs.Codec) -> None:
+        self._codec = codec
+        self.bytes_sent = 0
+
+    def __call__(self, vector: Tensor, weight: float) -> Tensor:
+        mine = np.concatenate((np.array([weight]).view(np.uint8), self._codec.encode(vector)))
+        everybody = [torch.empty(len(mine), dtype=torch.uint8) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, torch.from_numpy(mine))
+        self.bytes_sent += len(mine)
+        messages: list[Array] = [message.numpy() for message in everybody]
+        weights = [float(message[:8].view(np.float64)[0]) for message in messages]
+        total = torch.zeros_like(vector)
+        for message, w in zip(messages, weights, strict=True):
+            total.add_(self._codec.decode(message[8:]), alpha=w / sum(weights))
+        return total
+
+    def state(self) -> State:
+        return self._codec.state()
+
+    def load_state(self, state: State) -> None:
+        self._codec.load_state(state)
+
+
+class LowRank:
+    """PowerSGD (Vogels, Karimireddy, Jaggi, 2019): every matrix by its product with a thin one; what that misses is kept for later.
+
+    Vectors, and matrices that would not become smaller, are reduced as they are.
+    """
+
+    def __init__(self, places: Sequence[tuple[torch.Size, int]], size: int, rank: int, seed: int) -> None:
+        self._size = size
+        self._matrices: list[tuple[int, int, int]] = []  # offset, rows, columns
+        for shape, at in places:
+            rows, columns = shape[0], shape.numel() // max(1, shape[0])
+            if len(shape) > 1 and rank * (rows + columns) < rows * columns:
+                self._matrices.append((at, rows, columns))
+        key = torch.Generator().manual_seed(rng.derive(seed, "low rank"))  # the same everywhere
+        self._q = [torch.randn(columns, rank, generator=key) for _, _, columns in self._matrices]
+        self.residual = torch.zeros(size)
+        plain = torch.ones(size, dtype=torch.bool)
+        for at, rows, columns in self._matrices:
+            plain[at : at + rows * columns] = False
+        self._plain = plain.nonzero().squeeze(1)
+        self._reduce = Reduced()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._reduce.bytes_sent
+
+    def __call__(self, vector: Tensor, weight: float) -> Tensor:
+        whole = vector + self.residual
+        parts = [whole[at : at + rows * columns].view(rows, columns) for at, rows, columns in self._matrices]
+        first = self._mean([m @ q for m, q in zip(parts, self._q, strict=True)] + [whole[self._plain]], weight)
+        left = [torch.linalg.qr(p).Q for p in first[:-1]]
+        self._q = self._mean([m.T @ p for m, p in zip(parts, left, strict=True)], weight)
+        agreed = torch.zeros_like(vector)
+        agreed[self._plain] = first[-1]
+        self.residual.zero_()
+        for (at, rows, columns), m, p, q in zip(self._matrices, parts, left, self._q, strict=True):
+            agreed[at : at + rows * columns] = (p @ q.T).flatten()
+            # What of my own matrix the agreed columns cannot say.
+            self.residual[at : at + rows * columns] = (m - p @ (p.T @ m)).flatten()
+        return agreed
+
+    def _mean(self, parts: list[Tensor], weight: float) -> list[Tensor]:
+        """Of many small tensors, in one message."""
+        flat = self._reduce(torch.cat([p.flatten() for p in parts]), weight)
+        return [f.view(p.shape) for f, p in zip(torch.split(flat, [p.numel() for p in parts]), parts, strict=True)]
+
+    def state(self) -> State:
+        return {"residual": self.residual, **{f"q{i}": q for i, q in enumerate(self._q)}}
+
+    def load_state(self, state: State) -> None:
+        self.residual.copy_(state["residual"])
+        for i, q in enumerate(self._q):
+            q.copy_(state[f"q{i}"])
+
+
+class Centre:
+    """Everybody's copy of the centre, moved by the same mean everywhere."""
+
+    def __init__(self, sync: SyncConfig, mean: Mean, initial: Tensor) -> None:
+        self._mean, self._centre = mean, initial.clone()
+        self._outer = Outer(sync, self._centre)
+        self._scale = float(dist.get_world_size()) if sync.mode == "easgd" else 1.0  # there it is a sum
+
+    def newest(self) -> Tensor:
+        return self._centre
+
+    def exchange(self, move: Tensor, weight: float) -> Tensor:
+        self._outer(self._mean(move, 1.0 if self._scale != 1.0 else weight), self._scale)
+        return self._centre.clone()
+
+    def state(self) -> State:
+        return {"centre": self._centre, "outer": self._outer.state()}
+
+    def load_state(self, state: State) -> None:
+        self._centre.copy_(state["centre"])
+        self._outer.load_state(state["outer"])
