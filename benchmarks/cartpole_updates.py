@@ -50,8 +50,8 @@ def ours(steps: int) -> dict[str, float]:
         trainer.run()
         seconds = time.perf_counter() - began
     return {
-        "updates_per_second": trainer.learner.updates / seconds,
-        "steps_per_second": trainer.collector.steps / seconds,
+        "updates_per_second": trainer.worker.learner.updates / seconds,
+        "steps_per_second": trainer.worker.collector.steps / seconds,
     }
 
 

@@ -62,15 +62,14 @@ def training(settings: dict[str, Any], recipe: str, seconds: float, profile: boo
         made = time.perf_counter() - made
         began = 0.0
         while not began or time.perf_counter() - began < seconds:
-            if not began and trainer.learner.updates > 200:
-                trainer.schedule.wait()
-                began, marks = time.perf_counter(), trainer._clock()
+            if not began and trainer.worker.learner.updates > 200:
+                trainer.worker.schedule.wait()
+                began, marks = time.perf_counter(), trainer.worker.clock()
                 if profile:
                     profiler.enable()
-            trainer._publish()
-            trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn)
-        trainer.schedule.wait()
-        now = trainer._clock()
+            trainer.worker.round()
+        trainer.worker.schedule.wait()
+        now = trainer.worker.clock()
         wall = time.perf_counter() - began
         profiler.disable()
         trainer.close()

@@ -41,15 +41,18 @@ def ours(steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, Progress(steps, "", interactive=False) as progress:
         trainer = Trainer(config, Path(folder), progress)
         began, first = 0.0, 0
-        while trainer.collector.steps < START + steps:
-            if not began and trainer.learner.updates:
-                began, first, updates = time.perf_counter(), trainer.collector.steps, trainer.learner.updates
-            trainer._publish()
-            trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn)
+        while trainer.worker.collector.steps < START + steps:
+            if not began and trainer.worker.learner.updates:
+                began, first, updates = (
+                    time.perf_counter(),
+                    trainer.worker.collector.steps,
+                    trainer.worker.learner.updates,
+                )
+            trainer.worker.round()
         seconds = time.perf_counter() - began
         result = {
-            "steps_per_second": (trainer.collector.steps - first) / seconds,
-            "updates_per_second": (trainer.learner.updates - updates) / seconds,
+            "steps_per_second": (trainer.worker.collector.steps - first) / seconds,
+            "updates_per_second": (trainer.worker.learner.updates - updates) / seconds,
         }
         trainer.close()
     return result

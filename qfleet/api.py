@@ -18,11 +18,12 @@ from qfleet.acting import placement
 from qfleet.acting.policy import Policy, Recorded
 from qfleet.config import Config, ConfigError
 from qfleet.envs import ids
-from qfleet.runtime import checkpoint, evaluation, metrics
+from qfleet.runtime import checkpoint, evaluation, metrics, team
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import pick_device
-from qfleet.runtime.train import Trainer
+from qfleet.runtime.team import Team
+from qfleet.runtime.train import Follower, Trainer
 from qfleet.types import Spec
 
 # Settled on the machine a run was made on: not taken over when its config.yaml serves as --config.
@@ -52,6 +53,7 @@ class Run:
     stop_reason: str  # total_steps, stop_at, patience or signal
     signal: int | None  # the signal that stopped it, if one did
     seconds: float  # wall time of training
+    rank: int = 0  # of the learner that says so; the first one evaluates
 
     @property
     def interrupted(self) -> bool:
@@ -110,13 +112,28 @@ def train(
         folder = new_run_dir(settings)
         settings = replace(settings, run_dir=str(folder))
         started = False
+    with team.joined(settings) as mine:
+        return _train(settings, Path(mine.first(str(folder))), mine, started, resume is not None, progress)
+
+
+def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: bool, progress: bool) -> Run:
+    """One learner's part in it."""
+    if mine.rank:
+        follower = Follower(replace(settings, run_dir=str(folder)), folder, mine, resume=started)
+        began = time.perf_counter()
+        follower.run()
+        policy, _ = load_policy(folder)
+        return Run(
+            dir=folder, config=follower.config, policy=policy, evaluation=None, stop_reason="", signal=None,
+            seconds=time.perf_counter() - began, rank=mine.rank,
+        )  # fmt: skip
     title = f"{settings.env.id} · {settings.recipe} · seed {settings.seed} · {folder}"
     with Progress(settings.total_steps, title, silent=not progress) as shown:
-        if resume is not None and not started:
+        if resuming and not started:
             shown.message("this run has no checkpoint yet: it begins anew")
-        trainer = Trainer(settings, folder, shown, resume=started)
-        if trainer.collector.steps >= settings.total_steps:
-            shown.message(f"this run is complete at step {trainer.collector.steps:,}: give more --total-steps to go on")
+        trainer = Trainer(settings, folder, shown, resume=started, team=mine)
+        if trainer.worker.over:
+            shown.message(f"this run is complete at step {trainer.worker.steps:,}: give more --total-steps to go on")
         trainer.run()
     policy, _ = load_policy(folder)
     result = None if trainer.signal is not None else evaluate(folder, settings.runtime.eval_episodes)

@@ -54,7 +54,7 @@ examples:
 """
 
 TOP_LEVEL = ("recipe", "seed", "total_steps", "run_dir", "device")  # arguments of qfleet.train with their own name
-ALIASES = {"env.num_envs": "--num-envs", "env.kwargs": "--env-kwargs"}
+ALIASES = {"env.num_envs": "--num-envs", "env.kwargs": "--env-kwargs", "sync.mode": "--sync"}
 BOOLEANS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 SECTIONS = {
     "env": "environment",
@@ -63,6 +63,7 @@ SECTIONS = {
     "learner": "learner",
     "acting": "acting and exploration",
     "runtime": "schedule, evaluation and checkpoints",
+    "sync": "several learners",
 }
 
 
@@ -260,12 +261,15 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 
 
 def train(**args: Any) -> int:
+    from qfleet.runtime.team import TeamError
     from qfleet.runtime.train import TrainingError
 
     try:
         run = qfleet.train(**args)
-    except TrainingError as e:
+    except (TrainingError, TeamError) as e:
         return fail(e, 1)
+    if run.rank:  # the first learner speaks for all
+        return 0
     folder, qf = shlex.quote(str(run.dir)), program()
     result = sentence(run.evaluation) if run.evaluation is not None else "A checkpoint was saved."
     print(f"\n{'Interrupted' if run.interrupted else 'Trained'} after {run.seconds:.1f} s. {result}")

@@ -327,15 +327,18 @@ class Config:
     seed: int = opt(1, "seed of everything random")
     total_steps: int = opt(50_000, "environment steps to train for")
     device: str = opt("auto", "device of the learner: auto, cpu or cuda")
+    learners: int = opt(1, "learners that train one network; started by torchrun or mpirun, see docs/sync.md")
     run_dir: str = opt("", "where the run is written; empty = runs/<env>/<recipe>-s<seed>-<time>")
     network: NetworkConfig = field(default_factory=NetworkConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     acting: ActingConfig = field(default_factory=ActingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
 
     def __post_init__(self) -> None:
         _check(self.total_steps >= 1, "total_steps", self.total_steps, "at least 1")
+        _check(self.learners >= 1, "learners", self.learners, "at least 1")
         _check(self.seed >= 0, "seed", self.seed, "0 or positive")
         if self.learner.munchausen and self.network.dist == "c51":
             raise ConfigError(

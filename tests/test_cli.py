@@ -238,6 +238,7 @@ def test_train_ends_with_the_result_and_the_next_commands(number, code, monkeypa
         return SimpleNamespace(
             dir=run_dir,
             evaluation=RESULT,
+            rank=0,
             interrupted=number is not None,
             signal=number,
             seconds=12.34,

@@ -97,8 +97,9 @@ class Collector:
     of a round every group has a step in flight; its row is the first of the next round.
     """
 
-    def __init__(self, config: Config, groups: Sequence[Envs], actor: Actor) -> None:
+    def __init__(self, config: Config, groups: Sequence[Envs], actor: Actor, rank: int = 0, learners: int = 1) -> None:
         self.config, self.groups, self.actor = config, groups, actor
+        self._rank, self._learners, self.others = rank, learners, 0  # others: steps of the other learners
         n, rows, spec = config.env.num_envs, config.rows_per_round, groups[0].spec
         self._columns = columns_of([envs.num_envs for envs in groups])
         self._ahead = len(groups) > 1  # steps stay in flight between rounds
@@ -148,9 +149,7 @@ class Collector:
     def _begin(self, g: int, tick: int) -> None:
         """Choose the actions of a group and send them."""
         began, columns = time.perf_counter(), self._columns[g]
-        explore, action = self._explore(
-            columns, epsilon(self.config.acting, self.steps, len(self._sent))[columns], tick
-        )
+        explore, action = self._explore(columns, self._epsilon()[columns], tick)
         if explore.all():
             self.actor.settle(g)
         else:
@@ -207,7 +206,13 @@ class Collector:
         return explore, held.copy()
 
     def epsilon_mean(self) -> float:
-        return float(epsilon(self.config.acting, self.steps, len(self._sent)).mean())
+        return float(self._epsilon().mean())
+
+    def _epsilon(self) -> Array:
+        """Of these environments, among those of all learners."""
+        n = len(self._sent)
+        everywhere = epsilon(self.config.acting, self.steps + self.others, n * self._learners)
+        return everywhere[self._rank * n : (self._rank + 1) * n]
 
     def state(self, stuck: bool = False) -> State:
         """`stuck`: without the environments, which do not answer."""

@@ -15,9 +15,10 @@ class Limiter:
     function of (steps, updates), so a resumed run has nothing to restore.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, learners: int = 1) -> None:
+        """Steps are those of all learners; every one of them makes every update, with a batch of its own."""
         self.min_steps = config.first_update
-        self._ratio = Fraction(str(config.replay.samples_per_step)) / config.learner.batch_size
+        self._ratio = Fraction(str(config.replay.samples_per_step)) / (config.learner.batch_size * learners)
 
     def updates_due(self, steps: int, updates: int) -> int:
         """Updates to make now, when `steps` rows may be sampled and `updates` were made."""

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -162,8 +162,11 @@ class Checkpoints:
         self._saved_rows: torch.Tensor | None = None  # rows per column that are on disk
         self._saved_step = -1
 
-    def save(self, step: int, state: State, replay: Replay) -> None:
-        """A full checkpoint, from which the run can go on. Saving the same step again does nothing."""
+    def save(self, step: int, state: State, replay: Replay, all_saved: Callable[[], None] = lambda: None) -> None:
+        """A full checkpoint, from which the run can go on. Saving the same step again does nothing.
+
+        `all_saved` returns when the other learners have saved this step, too: only then the one before is given up.
+        """
         if step == self._saved_step:
             return
         rows_dir = self.dir / "replay"
@@ -192,6 +195,7 @@ class Checkpoints:
             raise
         self._segments, self._saved_rows, self._saved_step = segments, count.clone(), step
         _link(self.dir, "last", f"step_{step:09d}")
+        all_saved()
         self._prune()
 
     def save_best(self, step: int, spec: State, model: State) -> None:
@@ -211,9 +215,16 @@ class Checkpoints:
             if rows.name not in used:
                 rows.unlink()
 
-    def load(self, replay: Replay) -> State:
-        """The newest checkpoint's state; the replay is filled from it. Later saves continue its segments."""
+    def load(self, replay: Replay, least: Callable[[int], int] = lambda step: step) -> State:
+        """The newest checkpoint's state; the replay is filled from it. Later saves continue its segments.
+
+        `least`: the step of the newest one -> that of the newest one that all learners have.
+        """
         folder = newest(self.dir)
+        common = self.dir / f"step_{least(int(folder.name[5:])):09d}"
+        if common != folder:  # somebody did not get that far
+            shutil.rmtree(folder)
+            folder = common
         state, manifest = read(folder)
         replay.load_state(state["replay"])
         for segment in manifest["replay"]:

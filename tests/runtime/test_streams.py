@@ -20,6 +20,7 @@ from qfleet.runtime import evaluation, metrics
 from qfleet.runtime.evaluator import Evaluator, Stuck
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.train import Trainer
+from qfleet.runtime.worker import Worker
 from qfleet.types import Spec
 
 SMALL = {
@@ -33,18 +34,15 @@ def config_of(recipe: str, **settings: Any) -> Config:
     return override(recipes.make(recipe, "CartPole-v1"), SMALL | {k.replace("__", "."): v for k, v in settings.items()})
 
 
-def rounds(config: Config, folder: Path, count: int) -> tuple[Trainer, float]:
+def rounds(config: Config, folder: Path, count: int) -> tuple[Worker, float]:
     """-> and the sum of all losses."""
     with Progress(1, "", silent=True) as progress:
         trainer = Trainer(config, folder, progress)
-        told = []
-        for _ in range(count):
-            trainer._publish()
-            told.append(trainer.schedule.round(trainer.collector.collect, trainer._store, trainer._learn))
-        trainer.schedule.wait()
-        told.append(trainer.learner.flush())
+        told = [trainer.worker.round() for _ in range(count)]
+        trainer.worker.schedule.wait()
+        told.append(trainer.worker.learner.flush())
         trainer.close()
-    return trainer, sum(learned.loss_sum for learned in told if learned is not None)
+    return trainer.worker, sum(learned.loss_sum for learned in told if learned is not None)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -114,10 +112,10 @@ def test_every_recipe_trains_with_streams_and_resumes(
         half.run()
         assert half.stop_reason == "signal"
         again = Trainer(config, tmp_path / "half", progress, resume=True)
-        assert 300 <= again.collector.steps < 400
+        assert 300 <= again.worker.collector.steps < 400
         again.run()
-    assert again.learner.updates == whole.learner.updates > 10
-    assert torch.equal(again.learner.flat.data, whole.learner.flat.data)
+    assert again.worker.learner.updates == whole.worker.learner.updates > 10
+    assert torch.equal(again.worker.learner.flat.data, whole.worker.learner.flat.data)
     losses = [[r["train/loss"] for r in metrics.read(tmp_path / run) if "train/loss" in r] for run in ("whole", "half")]
     assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-9)  # of every update, once
 
@@ -139,11 +137,11 @@ def test_evaluation_beside_training(tmp_path: Path) -> None:
         trainer.run()
     rows = [row for row in metrics.read(tmp_path / "run") if "eval/mean_reward" in row]
     steps = [int(row["step"]) for row in rows]
-    assert len(began) >= 2 and set(began) <= set(steps) and steps[-1] == trainer.collector.steps
+    assert len(began) >= 2 and set(began) <= set(steps) and steps[-1] == trainer.worker.collector.steps
     saved, _ = load_policy(tmp_path / "run")
     best = max(row["eval/mean_reward"] for row in rows)
     best_step = max(int(row["step"]) for row in rows if row["eval/mean_reward"] == best)
-    expected = began.get(best_step, trainer.learner.flat.data)
+    expected = began.get(best_step, trainer.worker.learner.flat.data)
     assert torch.equal(Flat(saved.net, torch.device("cpu")).data, expected)
     for row in rows[:-1]:  # the same games again, after the fact
         flat = Flat(background.policy.net, torch.device("cpu"))
@@ -176,13 +174,13 @@ def test_an_evaluation_beside_training_that_a_signal_stops_is_due_on_resume(
 
         monkeypatch.setattr(trainer, "_between_rounds", waited)
         trainer.run()
-        assert trainer.stop_reason == "signal" and 500 <= trainer.collector.steps < 700
+        assert trainer.stop_reason == "signal" and 500 <= trainer.worker.collector.steps < 700
         monkeypatch.undo()
         again = Trainer(config, tmp_path / "run", progress, resume=True)
         assert again._evaluation_due
         again.run()
     steps = [row["step"] for row in metrics.read(tmp_path / "run") if "eval/mean_reward" in row]
-    assert steps[0] == trainer.collector.steps
+    assert steps[0] == trainer.worker.collector.steps
 
 
 def test_an_evaluation_beside_training_that_hangs_is_found() -> None:

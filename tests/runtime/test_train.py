@@ -19,7 +19,8 @@ from qfleet.config import ConfigError, override
 from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
 from qfleet.runtime.setup import lock, resolve
-from qfleet.runtime.train import TrainingError, crossed, lr_factor
+from qfleet.runtime.train import TrainingError, crossed
+from qfleet.runtime.worker import lr_factor
 
 SMALL = {
     "network.hidden": (32, 32),

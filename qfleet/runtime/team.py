@@ -1,0 +1,233 @@
+"""The learners of a run as one of them sees the others: how many there are, and when they meet.
+
+| who    | waits for                                            | unblocked by                                              |
+|--------|------------------------------------------------------|-----------------------------------------------------------|
+| `meet` | all others, once a round (Alone: nobody)             | them, or an error: at once when one died, after a while   |
+|        |                                                      | when it hangs                                             |
+| agree  | as its transport says (qfleet.sync), in every update | the same                                                  |
+
+`Ranks`: processes that a launcher (torchrun, mpirun, Spark) started, each with its rank in the environment. They go through
+their rounds together. Two groups, since a learner's thread agrees on gradients while the main thread collects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qfleet.config import GRADIENT_MODES, Config, ConfigError
+from qfleet.learner import Learner
+from qfleet.sync import allreduce
+from qfleet.sync.local import Local
+from qfleet.types import State
+
+PATIENCE = timedelta(seconds=60)  # for a rank that does not answer, beyond the watchdog's time for environments
+
+
+class TeamError(RuntimeError):
+    """Another learner ended, or does not answer."""
+
+
+class Team(Protocol):
+    rank: int
+    size: int
+    here: int  # learners on this machine
+    stopping: bool  # somebody wants to stop: everybody does, after the same round
+    lr_scale: float  # on the learning rate, as the first learner says
+
+    def attach(self, learner: Learner) -> None:
+        """From now on the learner agrees with the others."""
+        ...
+
+    def meet(self, steps: int) -> int:
+        """After collecting, once a round: own steps so far -> those of all."""
+        ...
+
+    def stop(self) -> None:
+        """Ask everybody to stop at the next meeting."""
+        ...
+
+    def wait(self) -> None:
+        """Return when everybody is here."""
+        ...
+
+    def least(self, number: int) -> int:
+        """The least of everybody's numbers."""
+        ...
+
+    def first(self, text: str) -> str:
+        """The first learner's text."""
+        ...
+
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
+
+
+class Alone:
+    rank, size, here, stopping, lr_scale = 0, 1, 1, False, 1.0
+
+    def attach(self, learner: Learner) -> None:
+        pass
+
+    def meet(self, steps: int) -> int:
+        return steps
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    def wait(self) -> None:
+        pass
+
+    def least(self, number: int) -> int:
+        return number
+
+    def first(self, text: str) -> str:
+        return text
+
+    def state(self) -> State:
+        return {}
+
+    def load_state(self, state: State) -> None:
+        pass
+
+
+def ranks() -> tuple[int, int, int] | None:
+    """Rank, number of processes, and how many are on this machine, as the launcher says; None without one."""
+    for rank, size, here in (
+        ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ):
+        if rank in os.environ and size in os.environ:
+            count = int(os.environ[size])
+            return int(os.environ[rank]), count, int(os.environ.get(here, count))
+    return None
+
+
+@contextlib.contextmanager
+def joined(config: Config) -> Iterator[Team]:
+    """The team of this process: alone, or those that a launcher started with it."""
+    found = ranks()
+    if found is None or found[1] == 1:
+        if config.learners > 1:
+            raise ConfigError(
+                f"learners is {config.learners}, but this process is alone. Start it with a launcher, such as torchrun --nproc-per-node {config.learners} -m qfleet train ..."
+            )
+        yield Alone()
+        return
+    rank, size, here = found
+    check(config, size)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    patience = PATIENCE + timedelta(seconds=config.runtime.watchdog)
+    with together():
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience)
+    try:
+        yield Ranks(config, rank, size, here)
+    finally:
+        dist.destroy_process_group()
+
+
+def check(config: Config, size: int) -> None:
+    """Can so many learners do this together?"""
+    if config.learners not in (1, size):
+        raise ConfigError(
+            f"learners is {config.learners}, but the launcher started {size} processes: leave --learners out."
+        )
+    if config.sync.over == "server":
+        raise ConfigError(
+            f"sync.mode {config.sync.mode} over a server is not there yet: use sync, localsgd, diloco, admm, or easgd with --sync.transport allreduce."
+        )
+    if config.env.num_envs % size:
+        raise ConfigError(
+            f"env.num_envs {config.env.num_envs} cannot be divided among {size} learners: change it to a multiple of {size}."
+        )
+    if config.device != "cpu" and (config.device != "auto" or torch.cuda.is_available()):
+        raise ConfigError("several learners train on the CPU so far: add --device cpu.")
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Around what all ranks do at the same time: the error of whoever is left becomes one line."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise TeamError(
+            f"another learner of this run ended or does not answer ({str(e).splitlines()[0][:120]}). Its own message says why. Go on with all of them: --resume RUN."
+        ) from None
+
+
+class Ranks:
+    def __init__(self, config: Config, rank: int, size: int, here: int) -> None:
+        self.rank, self.size, self.here = rank, size, here
+        self.stopping, self.lr_scale, self._stop = False, 1.0, False
+        self._config = config
+        with together():
+            self._control = dist.new_group()
+        self._mean: allreduce.Mean | None = None
+        self._centre: allreduce.Centre | None = None
+        self._local: Local | None = None
+
+    def attach(self, learner: Learner) -> None:
+        config, flat = self._config, learner.flat
+        with together():
+            dist.broadcast(flat.data, 0)
+        learner.target.copy_(flat)
+        self._mean = mean = allreduce.make(config.sync, flat.places, len(flat.data), config.seed)
+        step: Callable[[Tensor, int], None]
+        if config.sync.mode in GRADIENT_MODES:
+            step = lambda grad, samples: learner.apply(mean(grad, samples))  # noqa: E731
+        else:
+            self._centre = centre = allreduce.Centre(config.sync, mean, flat.data)
+            self._local = local = Local(config.sync, config.learner.target_interval, self.size, flat.data, centre)
+            step = lambda grad, samples: local.step(learner, grad, samples)  # noqa: E731
+
+        def agree(grad: Tensor, samples: int) -> None:
+            with together():
+                step(grad, samples)
+
+        learner.agree = agree
+
+    def meet(self, steps: int) -> int:
+        mine = [steps, self._stop, self.lr_scale if self.rank == 0 else 0.0]
+        everybody = torch.tensor(mine, dtype=torch.float64)
+        with together():
+            dist.all_reduce(everybody, group=self._control)
+        total, stops, self.lr_scale = everybody.tolist()
+        self.stopping = stops > 0
+        return int(total)
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def wait(self) -> None:
+        with together():
+            dist.barrier(group=self._control)
+
+    def least(self, number: int) -> int:
+        least = torch.tensor([number])
+        with together():
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self._control)
+        return int(least)
+
+    def first(self, text: str) -> str:
+        texts = [text]
+        with together():
+            dist.broadcast_object_list(texts, 0)
+        return texts[0]
+
+    def state(self) -> State:
+        parts = {"mean": self._mean, "centre": self._centre, "local": self._local}
+        return {name: part.state() for name, part in parts.items() if part is not None}
+
+    def load_state(self, state: State) -> None:
+        for name, part in (("mean", self._mean), ("centre", self._centre), ("local", self._local)):
+            if part is not None:
+                part.load_state(state[name])

@@ -1,0 +1,241 @@
+"""One learner with its environments and its replay, going round by round. It does not know how many there are: its team does."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from qfleet import envs, networks, rng
+from qfleet.acting import placement
+from qfleet.acting.actor import Actor, HostActor
+from qfleet.acting.collector import Collector
+from qfleet.acting.device import DeviceActor
+from qfleet.acting.policy import Policy
+from qfleet.captured import Best, CapturedLearner
+from qfleet.config import Config, override
+from qfleet.learner import Flat, Learned, Learner
+from qfleet.replay import Limiter, Replay
+from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
+from qfleet.runtime.setup import device_of, pick_device, resolve
+from qfleet.runtime.team import Team
+from qfleet.types import Spec, State, Step
+
+BEHIND_GPU = 10  # niceness of environments: the thread that feeds the GPU, and evaluations, go first
+
+
+class Worker:
+    """Made in two steps: environments, and what depends on the machine; then (`build`) everything that takes memory.
+
+    `config` is the run's, `own` this learner's part of it.
+    """
+
+    def __init__(self, config: Config, team: Team) -> None:
+        self.team = team
+        self.threads = config.runtime.emulator_threads or max(1, (os.cpu_count() or 1) // team.here)
+        self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
+        self._open.callback(torch.set_num_threads, torch.get_num_threads())
+        own = share(config, team)
+        name = pick_device(config.device)
+        self.groups = envs.make_groups(
+            own.env,
+            seed=rng.derive(own.seed, "environments"),
+            groups=own.runtime.groups,
+            threads=self.threads,
+            wait=False,  # they are made while the GPU wakes up and kernels are compiled
+            nice=BEHIND_GPU if name != "cpu" else 0,
+        )
+        self.envs = self.groups[0]  # speaks for all where they are alike
+        for group in self.groups:
+            self._open.callback(group.close)
+        try:
+            self.device = device_of(name)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            self.replay_device = device_of(pick_device(config.replay.device, self.device))
+            config = resolve(config, self.envs, self.device, self.replay_device)
+            if config.acting.device == "auto":
+                config = override(config, {"acting.device": self._place(config)})
+            self.config, self.own = config, share(config, team)
+            Replay.check_memory(self.own, self.envs.spec, self.replay_device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, config: Config) -> str:
+        """Where actions are computed, measured with the network and the number of environments in use."""
+        if self.device.type == "cpu":
+            return "cpu"
+        spec = self.envs.spec
+
+        def policy_on(name: str) -> Policy:
+            return Policy(networks.build(config, spec).to(name).eval(), config, spec, name)
+
+        return placement.choose(policy_on, self.envs.num_envs, str(self.device))
+
+    def build(self) -> None:
+        config, own, spec = self.config, self.own, self.envs.spec
+        on_device = config.runtime.schedule == "streams" or self.replay_device.type == "cuda"
+        self.replay = Replay(own, spec, self.replay_device, seed=own.seed, on_host=not on_device)
+        self.limiter = Limiter(config, self.team.size)
+        self.stored_steps = 0  # of all learners
+        self._make_parts(own, spec)
+        self.team.attach(self.learner)
+        if isinstance(self.learner, CapturedLearner):
+            self.learner.prepare(self.replay)
+
+    def _make_parts(self, config: Config, spec: Spec) -> None:
+        """Learner, schedule, and who acts."""
+        device, acting_device = self.device, device_of(pick_device(config.acting.device))
+        self.learner: Learner
+        self.schedule: Schedule
+        schedule, threads = config.runtime.schedule, config.learner.threads
+        if schedule == "streams":
+            self.schedule = Streams(device, threads)
+        elif schedule == "pipelined":
+            self.schedule = Pipelined(threads)
+        else:
+            self.schedule = Serial(device, config.runtime.lag, threads)
+        captured = schedule == "streams" or device.type == self.replay.device.type == "cuda"
+        self.learner = (CapturedLearner if captured else Learner)(config, spec, device)
+        self._open.callback(self.schedule.close)
+        copied = captured or schedule == "pipelined" or acting_device != device
+        net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
+        self._acting_copy = Flat(net, acting_device) if copied else None
+        sizes = [group.num_envs for group in self.groups]
+        self._best: Best | None = None
+        actor: Actor
+        if isinstance(self.learner, CapturedLearner) and acting_device == device:
+            self._best = Best(self.learner, net, sizes)
+            on_device = DeviceActor(config, spec, self.groups, device, net.noise_size, self._best)
+            self._open.callback(on_device.close)
+            actor = on_device
+        else:
+            policy = Policy(net, config, spec, acting_device)
+            actor = HostActor(config, spec, policy, sizes, self.replay.device)
+        self.collector = Collector(config, self.groups, actor, self.team.rank, self.team.size)
+
+    # --- rounds ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin episodes everywhere."""
+        self.publish()
+        self.schedule.wait()
+        self.collector.start()
+
+    def round(self) -> Learned | None:
+        self.publish()
+        return self.schedule.round(self.collector.collect, self._store, self._learn)
+
+    @property
+    def steps(self) -> int:
+        """Of all learners, as far as it is known."""
+        return self.collector.steps + self.collector.others
+
+    @property
+    def over(self) -> bool:
+        """All learners come to the same answer after the same round."""
+        return self.team.stopping or self.steps >= self.config.total_steps
+
+    def _store(self, rows: Step) -> None:
+        self.replay.extend(rows)
+        self.stored_steps = self.team.meet(self.collector.steps)
+        self.collector.others = self.stored_steps - self.collector.steps
+
+    def _learn(self) -> Learned | None:
+        due = self.limiter.updates_due(self.stored_steps, self.learner.updates)
+        if due == 0 or not self.replay.ready:
+            return None
+        c, done = self.config.learner, min(1.0, self.stored_steps / self.config.total_steps)
+        self.learner.lr = c.lr * self.team.lr_scale * lr_factor(c.lr_schedule, done)
+        return self.learner.learn(self.replay, due, self._beta())
+
+    def _beta(self) -> float:
+        c = self.config.replay
+        done = min(1.0, self.stored_steps / (c.beta_steps or self.config.total_steps))
+        return c.beta + (1.0 - c.beta) * done
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The learner's parameters reach the acting copy, if there is one."""
+        if self._acting_copy is not None:
+            with self.schedule.publishing():
+                self._acting_copy.copy_(self.learner.flat)
+                if self._best is not None:
+                    self._best.publish()
+
+    def clock(self) -> dict[str, float]:
+        """Counts and seconds so far. `learn` is time of the device where the learner's work is only queued."""
+        actor = self.collector.actor
+        return {
+            "wall": time.perf_counter(),
+            "steps": self.steps,
+            "updates": self.learner.updates,
+            "env": self.collector.env_seconds,
+            "act": self.collector.act_seconds - actor.wait_seconds,
+            "learn": self.schedule.learn_seconds,
+            "transfer": actor.transfer_seconds,
+            "wait": self.schedule.wait_seconds + self.learner.wait_seconds + actor.wait_seconds,
+            "bytes": actor.transfer_bytes,
+        }
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state(self, stuck: bool = False) -> State:
+        """Between rounds, when nothing is queued. `stuck`: without the environments, which do not answer."""
+        return {
+            "spec": asdict(self.envs.spec),
+            "learner": self.learner.state(),
+            "collector": self.collector.state(stuck),
+            "stored_steps": self.stored_steps,
+            "lr_scale": self.team.lr_scale,
+            "team": self.team.state(),
+        }
+
+    def load_state(self, state: State) -> None:
+        self.learner.load_state(tensors(state["learner"]))
+        self.team.load_state(tensors(state.get("team", {})))
+        self.stored_steps, self.team.lr_scale = state["stored_steps"], state["lr_scale"]
+        self.publish()  # where environments begin anew, their first actions are due at once
+        self.schedule.wait()
+        self.collector.load_state(state["collector"])
+        self.collector.others = self.stored_steps - self.collector.steps
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def share(config: Config, team: Team) -> Config:
+    """A learner's part of what is counted over all of them."""
+    if team.size == 1:
+        return config
+    return override(
+        config,
+        {
+            "seed": config.seed if team.rank == 0 else rng.derive(config.seed, f"learner {team.rank}"),
+            "env.num_envs": config.env.num_envs // team.size,
+            "replay.capacity": config.replay.capacity // team.size,
+            "runtime.steps_per_round": max(1, config.runtime.steps_per_round // team.size),
+        },
+    )
+
+
+def lr_factor(schedule: str, done: float) -> float:
+    if schedule == "linear":
+        return 1.0 - done
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return 1.0
+
+
+def tensors(state: Any) -> Any:
+    """NumPy leaves of a loaded state as tensors."""
+    if isinstance(state, dict):
+        return {k: tensors(v) for k, v in state.items()}
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state

@@ -1,0 +1,181 @@
+"""Several learners, started as users start them: real processes of torchrun."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qfleet.runtime import checkpoint, metrics
+
+SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--seed", "3", "--device", "cpu",
+            "--network.hidden", "32,32", "--replay.min-steps", "200", "--learner.batch-size", "16", "--runtime.eval-every", "0",
+            "--runtime.eval-episodes", "2", "--replay.samples-per-step", "8", "--runtime.checkpoint-every", "1000", "--runtime.log-every", "500"]  # fmt: skip
+
+
+def launched(run: Path | str, *args: str, ranks: int = 2) -> subprocess.Popen[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
+               "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "qfleet", "train", *args]  # fmt: skip
+    if run:
+        command += ["--run-dir", str(run)]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def trained(run: Path, *args: str) -> str:
+    process = launched(run, "CartPole-v1", *SETTINGS, *args)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out[-3000:]
+    return out
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Return when the process has printed it."""
+    assert process.stdout is not None
+    assert any(text in line for line in process.stdout)
+
+
+def follower(process: subprocess.Popen[str]) -> int:
+    """The process of rank 1."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """What does not depend on time."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "pipeline"))} for row in metrics.read(run)]
+
+
+def newest(run: Path) -> dict[str, Any]:
+    state, _ = checkpoint.read(checkpoint.newest(run / "checkpoints"))
+    return state
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("team") / "run"
+    out = trained(run)
+    assert out.count("Trained after") == 1  # the first learner speaks for all
+    return run
+
+
+def test_learners_share_the_work_and_hold_the_same_parameters(whole: Path) -> None:
+    first = newest(whole)
+    second, _ = checkpoint.read(checkpoint.newest(whole / "learners/1/checkpoints"))
+    for name, tensor in first["learner"]["model"].items():
+        assert (tensor == second["learner"]["model"][name]).all(), name
+    assert first["learner"]["updates"] == second["learner"]["updates"] > 10
+    steps = [state["collector"]["steps"] for state in (first, second)]
+    assert sum(steps) == first["step"] == second["step"] >= 3000 and min(steps) > 1400
+    # Eight samples a step, in batches of sixteen for each of the two learners.
+    assert first["learner"]["updates"] == (first["step"] - 200) * 8 // 32
+    episodes = [state["collector"]["episodes"]["returns"] for state in (first, second)]
+    assert episodes[0] != episodes[1]  # other seeds
+
+
+def test_the_same_run_again_is_the_same(whole: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "again")
+    assert rows(tmp_path / "again") == rows(whole)
+
+
+def test_a_team_that_was_stopped_goes_on_exactly(whole: Path, tmp_path: Path) -> None:
+    """SIGTERM to one of them stops both after the same round; resumed, they end as if nothing had happened."""
+    run = tmp_path / "run"
+    process = launched(run, "CartPole-v1", *SETTINGS)
+    wait_for(process, "step 1,5")
+    os.kill(follower(process), signal.SIGTERM)
+    process.communicate(timeout=120)
+    stopped = newest(run)["step"]
+    assert 1000 <= stopped < 3000
+    resumed = launched("", "--resume", str(run))
+    out, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, out[-3000:]
+    assert rows(run) == rows(whole)
+    ours, theirs = newest(run), newest(whole)
+    assert all((ours["learner"]["model"][k] == v).all() for k, v in theirs["learner"]["model"].items())
+
+
+def test_a_checkpoint_that_not_everybody_has_is_not_used(whole: Path, tmp_path: Path) -> None:
+    """The follower was killed before it saved: both go on from the one before."""
+    run = tmp_path / "run"
+    process = launched(run, "CartPole-v1", *SETTINGS)
+    process.communicate(timeout=300)
+    folders = sorted((run / "learners/1/checkpoints").glob("step_*"))
+    assert len(folders) == 2
+    # As if the last save had been cut short before anybody gave up the one before: its segments are still there.
+    manifest = json.loads((folders[0] / "manifest.json").read_text())
+    for segment in manifest["replay"]:
+        assert (run / "learners/1/checkpoints/replay" / segment["file"]).exists()
+    shutil.rmtree(folders[1])
+    resumed = launched("", "--resume", str(run))
+    out, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, out[-3000:]
+    assert rows(run) == rows(whole)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ["localsgd"],
+        ["diloco"],
+        ["admm"],
+        ["easgd", "--sync.transport", "allreduce"],
+        ["sync", "--sync.codec", "powersgd"],
+    ],
+)
+def test_other_modes_train(mode: list[str], tmp_path: Path) -> None:
+    trained(tmp_path / "run", "--sync", *mode, "--total-steps", "1200")
+    state = newest(tmp_path / "run")
+    assert state["learner"]["updates"] > 10
+    assert all(torch.from_numpy(v).isfinite().all() for v in state["learner"]["model"].values())
+
+
+def test_a_learner_that_dies_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launched(run, "CartPole-v1", *SETTINGS, "--total-steps", "1000000")
+    wait_for(process, "step 1,5")
+    os.kill(follower(process), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+
+
+def test_mpirun_starts_learners_too(whole: Path, tmp_path: Path) -> None:
+    """The same numbers: who started them does not matter."""
+    programs = Path(sys.executable).parent
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [programs / "mpirun", "-np", "2", "--oversubscribe", "-x", f"MASTER_PORT={free_port()}", sys.executable, "-m", "qfleet",
+         "train", "CartPole-v1", *SETTINGS, "--run-dir", str(tmp_path / "run")],
+        env=os.environ | allowed, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows(tmp_path / "run") == rows(whole)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num-envs", "3"], "cannot be divided among 2 learners"),
+        (["--learners", "3"], "the launcher started 2 processes"),
+        (["--sync", "ssp"], "server"),
+        (["--sync", "gossip"], "allowed: sync, async"),
+    ],
+)
+def test_bad_input(args: list[str], message: str, tmp_path: Path) -> None:
+    process = launched(tmp_path / "run", "CartPole-v1", *SETTINGS, *args)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode != 0 and message in out and not (tmp_path / "run").exists()
