@@ -23,7 +23,8 @@ from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import pick_device
 from qfleet.runtime.team import Team
-from qfleet.runtime.train import Follower, Trainer
+from qfleet.runtime.train import Crew, Follower, Trainer
+from qfleet.runtime.worker import Worker
 from qfleet.types import Spec
 
 # Settled on the machine a run was made on: not taken over when its config.yaml serves as --config.
@@ -116,6 +117,15 @@ def train(
         return _train(settings, Path(mine.first(str(folder))), mine, started, resume is not None, progress)
 
 
+def _crew(config: Config, mine: Team) -> Crew:
+    """This process's learner, or those of a cluster."""
+    if config.learners > mine.size:
+        from qfleet.runtime.cluster import Fleet
+
+        return Fleet(config)
+    return Worker(config, mine)
+
+
 def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: bool, progress: bool) -> Run:
     """One learner's part in it."""
     if mine.rank:
@@ -131,7 +141,7 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
     with Progress(settings.total_steps, title, silent=not progress) as shown:
         if resuming and not started:
             shown.message("this run has no checkpoint yet: it begins anew")
-        trainer = Trainer(settings, folder, shown, resume=started, team=mine)
+        trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine))
         if trainer.worker.over:
             shown.message(f"this run is complete at step {trainer.worker.steps:,}: give more --total-steps to go on")
         trainer.run()

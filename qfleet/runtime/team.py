@@ -50,6 +50,10 @@ class Team(Protocol):
         """After collecting, once a round: own steps so far -> those of all."""
         ...
 
+    def counted(self, own: int, total: int) -> int:
+        """The steps for which updates are due: those of all; or, where nobody waits for anybody, as if all were as fast."""
+        ...
+
     def stop(self) -> None:
         """Ask everybody to stop at the next meeting."""
         ...
@@ -78,6 +82,9 @@ class Alone:
 
     def meet(self, steps: int) -> int:
         return steps
+
+    def counted(self, own: int, total: int) -> int:
+        return total
 
     def stop(self) -> None:
         self.stopping = True
@@ -116,10 +123,6 @@ def joined(config: Config) -> Iterator[Team]:
     """The team of this process: alone, or those that a launcher started with it."""
     found = ranks()
     if found is None or found[1] == 1:
-        if config.learners > 1:
-            raise ConfigError(
-                f"learners is {config.learners}, but this process is alone. Start it with a launcher, such as torchrun --nproc-per-node {config.learners} -m qfleet train ..."
-            )
         yield Alone()
         return
     rank, size, here = found
@@ -203,6 +206,9 @@ class Ranks:
         total, stops, self.lr_scale = everybody.tolist()
         self.stopping = stops > 0
         return int(total)
+
+    def counted(self, own: int, total: int) -> int:
+        return total
 
     def stop(self) -> None:
         self._stop = True

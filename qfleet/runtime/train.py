@@ -11,31 +11,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from qfleet import networks, rng
 from qfleet.acting.policy import Policy
-from qfleet.captured import CapturedLearner
 from qfleet.config import Config, ConfigError, dump_yaml
-from qfleet.learner import Learned
+from qfleet.envs import Envs
+from qfleet.learner import Flat, Learned
 from qfleet.runtime import evaluation
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.evaluator import Evaluator, Stuck
 from qfleet.runtime.metrics import Metrics, Window
 from qfleet.runtime.progress import Progress
-from qfleet.runtime.setup import lock, prepare, summary, versions
+from qfleet.runtime.setup import lock, prepare, versions
 from qfleet.runtime.team import Alone, Team
 from qfleet.runtime.watchdog import Watchdog
-from qfleet.runtime.worker import Worker
+from qfleet.runtime.worker import EXPLODED, Worker
 from qfleet.types import State
 
-EXPLODED = 1e12  # a mean loss above this, or no number at all, ends the run
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EVALUATION_SHARE = 4  # an evaluation beside the training has this part of the cores: its threads spin while they wait
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
@@ -45,18 +45,65 @@ class TrainingError(RuntimeError):
     """The run cannot go on: the loss exploded."""
 
 
+class Leading(Protocol):
+    """The team, for the one that leads it."""
+
+    size: int
+    stopping: bool
+    lr_scale: float
+
+    def stop(self) -> None: ...
+
+
+class Crew(Protocol):
+    """What goes from round to round: a worker, or all learners of a cluster together. See Worker."""
+
+    config: Config
+    device: torch.device
+    envs: Envs
+    threads: int
+
+    @property
+    def team(self) -> Leading: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def over(self) -> bool: ...
+    def summary(self) -> list[str]: ...
+    def build(self) -> None: ...
+    def start(self) -> None: ...
+    def round(self) -> Learned | None: ...
+    def lend(self) -> AbstractContextManager[Flat]: ...
+    def settle(self) -> Learned | None: ...
+    def exploded(self) -> bool: ...
+    def note(self) -> str: ...
+    def values(self) -> dict[str, float]: ...
+    def waiting(self) -> float | None: ...
+    def awaited(self) -> str: ...
+    def kill(self) -> None: ...
+    def clock(self) -> dict[str, float]: ...
+    def save(self, checkpoints: Checkpoints, more: State, stuck: bool = False) -> None: ...
+    def load(self, checkpoints: Checkpoints) -> State: ...
+    def close(self) -> None: ...
+
+
 class Trainer:
     """The loop over a worker's rounds. `resume` goes on from the newest checkpoint in run_dir."""
 
     def __init__(
-        self, config: Config, run_dir: Path, progress: Progress, resume: bool = False, team: Team | None = None
+        self,
+        config: Config,
+        run_dir: Path,
+        progress: Progress,
+        resume: bool = False,
+        make: Callable[[Config], Crew] = lambda config: Worker(config, Alone()),
     ) -> None:
         self.run_dir, self.progress = run_dir, progress
-        self.team = team or Alone()
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
         self._new = False  # we made the folder, and hold its lock
         try:
-            self.worker = Worker(config, self.team)
+            self.worker = make(config)
+            self.team = self.worker.team
             self._open.callback(self.worker.close)
             self._make(config, resume)
         except BaseException as e:
@@ -76,7 +123,7 @@ class Trainer:
             prepare(run_dir)
         self._open.enter_context(lock(run_dir))
         self._new = absent
-        for line in summary(config, worker.envs, str(worker.replay_device)):
+        for line in worker.summary():
             progress.message(line)
         if given.learner.compile == "on" and config.learner.compile == "off":
             progress.message("  note          no C++ compiler here (g++ or clang++): learner.compile is off")
@@ -97,7 +144,7 @@ class Trainer:
             worker.start()
             dump_yaml(config, run_dir / "config.yaml", versions(config))
         self.evaluator.ready()
-        worker.schedule.wait()  # what was queued outside of its streams
+        worker.settle()  # what was queued outside of its streams
         self._began = time.perf_counter()
         self.metrics = Metrics(run_dir, position)
         self._open.callback(self.metrics.close)
@@ -145,30 +192,25 @@ class Trainer:
 
     def _waiting(self) -> float | None:
         """Since when this thread has been waiting for environments, of the training or of an evaluation."""
-        waiting = self.worker.collector.waiting
-        return self.evaluator.waiting if waiting is None else waiting[1]
+        waiting = self.worker.waiting()
+        return self.evaluator.waiting if waiting is None else waiting
 
     def _environments_stuck(self) -> None:
         """Called by the watchdog, while the training thread waits for environments that do not answer."""
-        waiting = self.worker.collector.waiting
-        if waiting is None:
-            self._stuck("the evaluation's environments")
-        else:
-            self._stuck(self.worker.groups[waiting[0]].awaited(), training=True)
+        awaited = self.worker.awaited()
+        self._stuck(awaited or "the evaluation's environments", training=bool(awaited))
 
     def _stuck(self, who: str, training: bool = False) -> None:
         """Save and end the process. `training`: without the environments of the training, which do not answer."""
         message = f"{who} did not answer for {self.config.runtime.watchdog:g} s, and the run cannot go on."
         try:
-            self.worker.schedule.wait()
             self._save(stuck=training)
             message += f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
         except Exception as e:  # whatever fails here, the process must end, and say why
             message += f" Saving failed: {e}. {self._last_checkpoint()}"
         finally:
             self.progress.close()
-            for each in self.worker.groups:
-                each.kill()
+            self.worker.kill()
             print(f"qfleet: error: {message} (--runtime.watchdog sets the time.)", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -176,12 +218,12 @@ class Trainer:
 
     def _between_rounds(self, before: int, step: int, learned: Learned | None) -> None:
         c = self.config.runtime
-        if isinstance(self.worker.learner, CapturedLearner) and (note := self.worker.learner.note()):
+        if note := self.worker.note():
             self.progress.message(f"  note          {note}")
         finished = step >= self.config.total_steps
         self._account(learned)
         if finished:
-            self._account(self.worker.learner.flush())
+            self._account(self.worker.settle())
         if crossed(before, step, c.log_every) or finished:
             self._log(step)
         if finished:
@@ -199,24 +241,14 @@ class Trainer:
                 self._diverged(self.worker.steps)
 
     def _log(self, step: int) -> None:
-        values = self.episode_values()
-        values["train/lr"] = self.worker.learner.lr
-        values["train/n_updates"] = self.worker.learner.updates
+        values = self.worker.values()
         values |= self.window.close(self.config.learner.batch_size)
         values["pipeline/lag"] = self.config.runtime.lag
         self.metrics.write(step, values)
         self.progress.update(step, values)
 
-    def episode_values(self) -> dict[str, float]:
-        values = self.worker.collector.episodes.means()
-        values["rollout/exploration_rate"] = self.worker.collector.epsilon_mean()
-        values["rollout/episodes"] = self.worker.collector.episodes.count
-        if self.worker.envs.frame_skip > 1:
-            values["rollout/frames"] = self.worker.steps * self.worker.envs.frame_skip
-        return values
-
     def _make_evaluator(self, beside: bool) -> Evaluator:
-        config, spec, device = self.config, self.worker.envs.spec, self.worker.learner.device
+        config, spec, device = self.config, self.worker.envs.spec, self.worker.device
         net = networks.build(config, spec).to(device).eval()
         seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
         threads = max(1, self.worker.threads // EVALUATION_SHARE) if beside else self.worker.threads
@@ -239,8 +271,8 @@ class Trainer:
         due = self._evaluation_due or (number > self._evaluations_begun and not self.stop_reason)
         if last or (due and not self.evaluator.busy):
             self._evaluations_begun, self._evaluation_due = number, False
-            with self.worker.schedule.publishing():
-                self.evaluator.start(self.worker.learner.flat, rng.derive(self.config.seed, f"evaluation {step}"), step)
+            with self.worker.lend() as parameters:
+                self.evaluator.start(parameters, rng.derive(self.config.seed, f"evaluation {step}"), step)
             self._take_evaluation(wait=last)
         self.window.leave_out(time.perf_counter() - began)  # evaluation is not training time
 
@@ -294,15 +326,13 @@ class Trainer:
         self.signal = number
 
     def _save(self, stuck: bool = False) -> None:
-        self.worker.schedule.wait()
-        self._account(self.worker.learner.flush())
-        if not self.worker.learner.flat.data.abs().max() < EXPLODED:
+        self._account(self.worker.settle())
+        if self.worker.exploded():
             self._diverged(self.worker.steps)
-        self.checkpoints.save(self.worker.steps, self._state(stuck), self.worker.replay, self.team.wait)
+        self.worker.save(self.checkpoints, self._remembered(), stuck)
 
-    def _state(self, stuck: bool = False) -> State:
+    def _remembered(self) -> State:
         return {
-            **self.worker.state(stuck),
             "best": self.best,
             "evaluations_since_best": self.evaluations_since_best,
             "evaluation_due": self._evaluation_due or self.evaluator.busy,
@@ -313,8 +343,7 @@ class Trainer:
 
     def _load(self) -> int:
         """-> the length metrics.jsonl had at the checkpoint."""
-        state = self.checkpoints.load(self.worker.replay, self.team.least)
-        self.worker.load_state(state)
+        state = self.worker.load(self.checkpoints)
         self.best, self.evaluations_since_best = state["best"], state["evaluations_since_best"]
         self._evaluation_due = state["evaluation_due"]
         self.window.load_state(state["window"])
@@ -337,7 +366,7 @@ class Follower:
             self.config = self.worker.config
             self.checkpoints = Checkpoints(run_dir / "learners" / str(team.rank), config.runtime.keep)
             if resume:
-                self.worker.load_state(self.checkpoints.load(self.worker.replay, team.least))
+                self.worker.load(self.checkpoints)
             else:
                 self.worker.start()
         except BaseException:
@@ -359,9 +388,8 @@ class Follower:
             self.worker.close()
 
     def _save(self) -> None:
-        self.worker.schedule.wait()
-        self.worker.learner.flush()
-        self.checkpoints.save(self.worker.steps, self.worker.state(), self.worker.replay, self.team.wait)
+        self.worker.settle()
+        self.worker.save(self.checkpoints, {})
 
 
 # --- small things ----------------------------------------------------------------------------------------------------

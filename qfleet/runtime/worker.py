@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -22,11 +23,13 @@ from qfleet.captured import Best, CapturedLearner
 from qfleet.config import Config, override
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
+from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
-from qfleet.runtime.setup import device_of, pick_device, resolve
+from qfleet.runtime.setup import device_of, pick_device, resolve, summary
 from qfleet.runtime.team import Team
 from qfleet.types import Spec, State, Step
 
+EXPLODED = 1e12  # a mean loss, or a parameter, above this, or no number at all, ends the run
 BEHIND_GPU = 10  # niceness of environments: the thread that feeds the GPU, and evaluations, go first
 
 
@@ -121,6 +124,10 @@ class Worker:
             actor = HostActor(config, spec, policy, sizes, self.replay.device)
         self.collector = Collector(config, self.groups, actor, self.team.rank, self.team.size)
 
+    def summary(self) -> list[str]:
+        """What is about to run, for people."""
+        return summary(self.config, self.envs, str(self.replay_device))
+
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -135,7 +142,7 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Of all learners, as far as it is known."""
+        """Of all learners, as far as is known."""
         return self.collector.steps + self.collector.others
 
     @property
@@ -149,7 +156,8 @@ class Worker:
         self.collector.others = self.stored_steps - self.collector.steps
 
     def _learn(self) -> Learned | None:
-        due = self.limiter.updates_due(self.stored_steps, self.learner.updates)
+        own = self.stored_steps - self.collector.others
+        due = self.limiter.updates_due(self.team.counted(own, self.stored_steps), self.learner.updates)
         if due == 0 or not self.replay.ready:
             return None
         c, done = self.config.learner, min(1.0, self.stored_steps / self.config.total_steps)
@@ -170,6 +178,51 @@ class Worker:
                 if self._best is not None:
                     self._best.publish()
 
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Flat]:
+        """The learner's parameters, to be copied before the next round."""
+        with self.schedule.publishing():
+            yield self.learner.flat
+
+    def settle(self) -> Learned | None:
+        """Return when nothing is going on; -> what was done and not yet told."""
+        self.schedule.wait()
+        return self.learner.flush()
+
+    def exploded(self) -> bool:
+        return not bool(self.learner.flat.data.abs().max() < EXPLODED)
+
+    def note(self) -> str:
+        """What the user should know about how it runs, once."""
+        return self.learner.note() if isinstance(self.learner, CapturedLearner) else ""
+
+    # --- what is seen of it ------------------------------------------------------------------------------------------
+
+    def values(self) -> dict[str, float]:
+        """Metrics of the moment."""
+        values = self.collector.episodes.means()
+        values["rollout/exploration_rate"] = self.collector.epsilon_mean()
+        values["rollout/episodes"] = self.collector.episodes.count
+        if self.envs.frame_skip > 1:
+            values["rollout/frames"] = self.steps * self.envs.frame_skip
+        values["train/lr"] = self.learner.lr
+        values["train/n_updates"] = self.learner.updates
+        return values
+
+    def waiting(self) -> float | None:
+        """Since when (time.perf_counter) it has been waiting for environments."""
+        return None if self.collector.waiting is None else self.collector.waiting[1]
+
+    def awaited(self) -> str:
+        """Whom it is waiting for."""
+        waiting = self.collector.waiting
+        return "" if waiting is None else self.groups[waiting[0]].awaited()
+
+    def kill(self) -> None:
+        """End environments that do not answer."""
+        for group in self.groups:
+            group.kill()
+
     def clock(self) -> dict[str, float]:
         """Counts and seconds so far. `learn` is time of the device where the learner's work is only queued."""
         actor = self.collector.actor
@@ -185,10 +238,20 @@ class Worker:
             "bytes": actor.transfer_bytes,
         }
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoints: Checkpoints, more: State, stuck: bool = False) -> None:
+        """Between rounds, when nothing is queued; with what else is to be remembered."""
+        checkpoints.save(self.steps, {**self.state(stuck), **more}, self.replay, self.team.wait)
+
+    def load(self, checkpoints: Checkpoints) -> State:
+        """-> the whole state, with what else was remembered."""
+        state = checkpoints.load(self.replay, self.team.least)
+        self.load_state(state)
+        return state
 
     def state(self, stuck: bool = False) -> State:
-        """Between rounds, when nothing is queued. `stuck`: without the environments, which do not answer."""
+        """`stuck`: without the environments, which do not answer."""
         return {
             "spec": asdict(self.envs.spec),
             "learner": self.learner.state(),

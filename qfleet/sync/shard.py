@@ -28,6 +28,7 @@ class Shard:
         self.missing: list[Key] = []  # parts that a commit named and that were not here
         self._staged: dict[Key, Tensor] = {}
         self._later: dict[int, Commit] = {}
+        self._tau = config.learner.tau
         gradients = sync.mode in ("sync", "async", "window", "ssp")
         # Whoever pushes clips: only it knows the whole gradient.
         plain = replace(config, learner=replace(config.learner, grad_clip=0.0))
@@ -54,7 +55,7 @@ class Shard:
             self._rule(total, due.lr)
             self.version += 1
             if due.freeze:
-                self.target.copy_(self.params)
+                self.target.lerp_(self.params, self._tau)
                 self.target_version = self.version
 
     def state(self) -> State:

@@ -1,0 +1,424 @@
+"""Learners and parameter servers as Ray actors; this process supervises them.
+
+    this process: Trainer ── Fleet ──┬─ hub        who is there, how far they are, what they should do
+      (log, evaluate, stop)          ├─ servers    shards of the parameters (qfleet.sync.server)
+                                     └─ learners   each a Worker: environments, replay, learner
+
+| who              | waits for                                       | unblocked by                                           |
+|------------------|-------------------------------------------------|--------------------------------------------------------|
+| learner, a round | the hub: in modes with a barrier until all live | their reports, or the supervisor, which removes those  |
+|                  | learners have reported the round; else nothing  | that are dead or silent                                |
+| learner, a push  | as the policy says (qfleet.sync.server)         | the same                                               |
+| supervisor       | news at the hub, at most a part of a heartbeat  | any report, or time                                    |
+
+Shutdown: the hub says stop, learners end after their round, `close` kills what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from qfleet import envs, rng
+from qfleet.config import Config, ConfigError
+from qfleet.learner import Flat, Learned, Learner
+from qfleet.runtime.checkpoint import Checkpoints
+from qfleet.runtime.setup import summary
+from qfleet.runtime.worker import EXPLODED, Worker
+from qfleet.sync.client import Client
+from qfleet.sync.policies import Commit, Key
+from qfleet.sync.server import Server
+from qfleet.sync.shard import ranges
+from qfleet.types import Array, State
+
+BARRIER = ("sync", "localsgd", "diloco", "admm")  # modes in which learners go through their rounds together
+SUMS = ("steps", "updates", "bytes", "sent", "rejected")  # on a learner's clock; what else is there are seconds
+
+
+class Report(NamedTuple):
+    """What a learner says after a round."""
+
+    rank: int
+    incarnation: int
+    round: int
+    steps: int
+    learned: Learned | None  # since the last report
+    values: dict[str, float]
+    clock: dict[str, float]
+
+
+class Orders(NamedTuple):
+    """What it is told."""
+
+    total: int  # steps of all learners
+    stop: bool
+    lr_scale: float
+
+
+class Hub:
+    """Runs in one event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self._together = config.sync.mode in BARRIER
+        self.live: dict[int, int] = {}  # rank -> incarnation
+        self._newest: dict[int, Report] = {}
+        self._gone = 0  # steps of incarnations that ended
+        self._orders = Orders(0, False, 1.0)
+        self._told: list[Report] = []
+        self._changed, self._news = asyncio.Event(), asyncio.Event()
+        self._met = -1  # the last round that all have reported
+
+    async def join(self, rank: int, incarnation: int) -> int:
+        """-> the round to begin with."""
+        await self.leave(rank)
+        self.live[rank] = incarnation
+        return self._met + 1
+
+    async def leave(self, rank: int) -> None:
+        self.live.pop(rank, None)
+        if (last := self._newest.pop(rank, None)) is not None:
+            self._gone += last.steps
+        self._meet()
+
+    async def report(self, report: Report) -> Orders:
+        if self.live.get(report.rank) != report.incarnation:
+            return self._orders._replace(stop=True)  # it was given up, and replaced
+        self._newest[report.rank] = report
+        self._told.append(report)
+        self._news.set()
+        self._meet()
+        while self._together and self._met < report.round and self.live.get(report.rank) == report.incarnation:
+            await self._changed.wait()
+        return self._orders
+
+    def _meet(self) -> None:
+        """Totals change when all have come as far, or with every report."""
+        least = min((self._newest[r].round if r in self._newest else -1 for r in self.live), default=-1)
+        if self._together and least <= self._met and self.live:
+            return
+        self._met = max(self._met, least)
+        total = self._gone + sum(report.steps for report in self._newest.values())
+        self._orders = self._orders._replace(total=total)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def news(self, seconds: float) -> list[Report]:
+        """Reports since the last call; waits for one, but not longer than that."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)
+        told, self._told = self._told, []
+        self._news.clear()
+        return told
+
+    async def order(self, stop: bool, lr_scale: float) -> None:
+        self._orders = self._orders._replace(stop=stop, lr_scale=lr_scale)
+
+
+class Member:
+    """The team as a learner on the cluster sees it."""
+
+    stopping, lr_scale = False, 1.0
+
+    def __init__(
+        self, config: Config, rank: int, incarnation: int, hub: Any, servers: Sequence[Any], here: int
+    ) -> None:
+        import ray
+
+        self.rank, self.size, self.here = rank, config.learners, here
+        self._config, self._incarnation, self._hub, self._servers = config, incarnation, hub, servers
+        self._get = ray.get
+        self.client: Client | None = None
+        self._learned: Learned | None = None
+        self._values: dict[str, float] = {}
+        self._clock: dict[str, float] = {}
+        self._round: int = ray.get(hub.join.remote(rank, incarnation))
+        self._pending: Any = None
+        self._together = config.sync.mode in BARRIER
+
+    def attach(self, learner: Learner) -> None:
+        def call(server: Any) -> Callable[..., Any]:
+            return lambda method, *args: getattr(server, method).remote(*args)
+
+        self.client = Client(
+            self._config, self.rank, self._incarnation, len(learner.flat.data), [call(s) for s in self._servers],
+            get=self._get, read=lambda published: self._get(published[0]),
+        )  # fmt: skip
+        self.client.attach(learner)
+
+    def tell(self, learned: Learned | None, values: dict[str, float], clock: dict[str, float]) -> None:
+        """What the next report holds, besides the steps."""
+        if learned is not None and self._learned is not None:
+            before = self._learned
+            learned = Learned(before.loss_sum + learned.loss_sum, learned.q_mean, before.updates + learned.updates)
+        self._learned, self._values, self._clock = learned or self._learned, values, clock
+
+    def meet(self, steps: int) -> int:
+        report = Report(self.rank, self._incarnation, self._round, steps, self._learned, self._values, self._clock)
+        self._round, self._learned = self._round + 1, None
+        sent = self._hub.report.remote(report)
+        # Where nobody waits for anybody, the answer to the report before is new enough.
+        orders: Orders = self._get(sent if self._together or self._pending is None else self._pending)
+        self._pending = sent
+        self.stopping, self.lr_scale = orders.stop, orders.lr_scale
+        return max(orders.total, steps)
+
+    def counted(self, own: int, total: int) -> int:
+        return total if self._together else own * self.size
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    def wait(self) -> None:
+        pass
+
+    def least(self, number: int) -> int:
+        return number
+
+    def first(self, text: str) -> str:
+        return text
+
+    def state(self) -> State:
+        return {}
+
+    def load_state(self, state: State) -> None:
+        pass
+
+
+class LearnerActor:
+    def __init__(
+        self, config: Config, rank: int, incarnation: int, hub: Any, servers: Sequence[Any], here: int
+    ) -> None:
+        torch.set_num_threads(1)
+        self._team = Member(config, rank, incarnation, hub, servers, here)
+        self._worker = Worker(config, self._team)
+        self._worker.build()
+
+    def run(self) -> int:
+        """Until it is told to stop; -> its steps."""
+        worker, team = self._worker, self._team
+        try:
+            worker.start()
+            while not worker.over:
+                learned = worker.round()
+                client = team.client
+                assert client is not None
+                more = {"sent": client.bytes_sent, "push": client.wait_seconds, "rejected": client.rejected}
+                team.tell(learned, worker.values(), worker.clock() | more | {"steps": worker.collector.steps})
+        finally:
+            worker.close()
+        return worker.collector.steps
+
+
+class ServerActor:
+    """Shard `index`; the first one is told who the others are."""
+
+    def __init__(self, config: Config, initial: Array, index: int, others: Sequence[Any]) -> None:
+        import ray
+
+        def forward(commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+            for other in others:
+                other.carry_out.remote(commits, discarded)
+
+        # A reference in a list is handed over, not followed: one copy a version, for all readers.
+        self._server = Server(config, initial, index, lambda array: [ray.put(array)], forward)
+        self._ticking: asyncio.Task[None] | None = None
+        self._seconds = config.sync.window_ms / 4e3 if config.sync.mode == "window" else 0.0
+
+    async def join(self, *args: Any) -> Any:
+        if self._seconds and self._ticking is None:
+            self._ticking = asyncio.create_task(self._server.ticking(asyncio.sleep, self._seconds))
+        return await self._server.join(*args)
+
+    async def leave(self, *args: Any) -> Any:
+        return await self._server.leave(*args)
+
+    async def stage(self, *args: Any) -> Any:
+        return await self._server.stage(*args)
+
+    async def carry_out(self, *args: Any) -> Any:
+        return await self._server.carry_out(*args)
+
+    async def fetch(self, *args: Any) -> Any:
+        return await self._server.fetch(*args)
+
+    async def exchange(self, *args: Any) -> Any:
+        return await self._server.exchange(*args)
+
+    async def newest(self, *args: Any) -> Any:
+        return await self._server.newest(*args)
+
+    async def counts(self) -> dict[str, Any]:
+        server = self._server
+        return {"staleness": server.staleness, "rejected": server.rejected, "version": server.policy.version}
+
+
+class Fleet:
+    """All of them together, as the trainer sees a worker."""
+
+    def __init__(self, config: Config) -> None:
+        import ray
+
+        self._ray = ray
+        self._open = contextlib.ExitStack()
+        self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
+        self.config = config
+        sample = envs.make(config.env, seed=rng.derive(config.seed, "sample"), num_envs=1, threads=1)
+        self._open.callback(sample.close)
+        self.envs = sample
+        self.steps = 0
+        self.team = Orderer(self)
+        self._clocks: dict[int, dict[str, float]] = {}
+        self._gone: dict[str, float] = {}
+        self._values: dict[int, dict[str, float]] = {}
+
+    def summary(self) -> list[str]:
+        c = self.config
+        servers = f", {c.sync.servers} server{'s' if c.sync.servers > 1 else ''}" if c.sync.over == "server" else ""
+        lines = summary(c, self.envs, "cpu")
+        return [
+            *lines,
+            f"  learners      {c.learners} on Ray, sync {c.sync.mode} over {c.sync.over}{servers}, codec {c.sync.codec}",
+        ]
+
+    def build(self) -> None:
+        ray, config = self._ray, self.config
+        if not ray.is_initialized():
+            ray.init(
+                num_cpus=max(os.cpu_count() or 1, config.learners + config.sync.servers + 1),
+                include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+            )  # fmt: skip
+            self._open.callback(ray.shutdown)
+        learner = Learner(config, self.envs.spec, self.device)
+        self.flat, initial = Flat(learner.net, self.device), learner.flat.data.numpy().copy()
+        spread = {"num_cpus": 1}
+        self._hub = ray.remote(**spread)(Hub).remote(config)
+        parts = [initial[r] for r in ranges(len(initial), config.sync.servers)]
+        server = ray.remote(**spread)(ServerActor)
+        others = [server.remote(config, part, index + 1, []) for index, part in enumerate(parts[1:])]
+        self._servers = [server.remote(config, parts[0], 0, others), *others]
+        self._actor = ray.remote(**spread)(LearnerActor)
+        self._client = Client(
+            config, -1, 0, len(initial), [lambda m, *a, s=s: getattr(s, m).remote(*a) for s in self._servers],
+            get=ray.get, read=lambda published: ray.get(published[0]),
+        )  # fmt: skip
+        self._learners = [
+            self._actor.remote(config, rank, 0, self._hub, self._servers, config.learners)
+            for rank in range(config.learners)
+        ]
+        self._running: list[Any] = []
+
+    def start(self) -> None:
+        self._running = [learner.run.remote() for learner in self._learners]
+
+    @property
+    def over(self) -> bool:
+        return self.team.stopping or self.steps >= self.config.total_steps
+
+    def round(self) -> Learned | None:
+        """Whatever was reported since the last time."""
+        loss, q, updates = 0.0, 0.0, 0
+        for report in self._ray.get(self._hub.news.remote(1.0)):
+            if report.clock:
+                self._clocks[report.rank], self._values[report.rank] = report.clock, report.values
+            if report.learned is not None:
+                loss, q, updates = (
+                    loss + report.learned.loss_sum,
+                    report.learned.q_mean,
+                    updates + report.learned.updates,
+                )
+        self.steps = int(sum(clock["steps"] for clock in self._clocks.values()))
+        ended, _ = self._ray.wait(self._running, num_returns=len(self._running), timeout=0)
+        self._ray.get(ended)  # raises what ended one
+        return Learned(loss, q, updates) if updates else None
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Flat]:
+        self.flat.data.copy_(self._client.newest())
+        yield self.flat
+
+    def settle(self) -> Learned | None:
+        return None
+
+    def exploded(self) -> bool:
+        return not bool(self._client.newest().abs().max() < EXPLODED)
+
+    def note(self) -> str:
+        return ""
+
+    def values(self) -> dict[str, float]:
+        """Means over the learners; counts are sums."""
+        every = list(self._values.values())
+        names = {name for values in every for name in values}
+        mean = {n: float(np.mean([values[n] for values in every if n in values])) for n in sorted(names)}
+        for name in ("rollout/episodes",):
+            mean[name] = sum(values.get(name, 0.0) for values in every)
+        return mean
+
+    def waiting(self) -> float | None:
+        return None
+
+    def awaited(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        self.close()
+
+    def clock(self) -> dict[str, float]:
+        """Counts of all learners; seconds are means over them, so that shares are shares of a learner's time."""
+        every = list(self._clocks.values())
+        names = {name for clock in every for name in clock} | {
+            "steps",
+            "updates",
+            "env",
+            "act",
+            "learn",
+            "transfer",
+            "wait",
+            "bytes",
+        }
+        out = {n: sum(clock.get(n, 0.0) for clock in every) for n in names}
+        for name in names - set(SUMS):
+            out[name] /= max(1, len(every))
+        return out | {"wall": time.perf_counter()}
+
+    def save(self, checkpoints: Checkpoints, more: State, stuck: bool = False) -> None:
+        pass
+
+    def load(self, checkpoints: Checkpoints) -> State:
+        raise ConfigError("a run on Ray cannot be resumed yet.")
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class Orderer:
+    """The team as the supervisor sees it: what it says, all do."""
+
+    rank, here = 0, 1
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.size = fleet.config.learners
+        self._fleet, self.stopping, self._scale = fleet, False, 1.0
+
+    @property
+    def lr_scale(self) -> float:
+        return self._scale
+
+    @lr_scale.setter
+    def lr_scale(self, value: float) -> None:
+        self._scale = value
+        self._order()
+
+    def stop(self) -> None:
+        self.stopping = True
+        self._order()
+
+    def _order(self) -> None:
+        self._fleet._ray.get(self._fleet._hub.order.remote(self.stopping, self._scale))

@@ -1,0 +1,112 @@
+"""A learner's side of the parameter server: push, go on when the policy lets it, with the newest version of all shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qfleet.config import GRADIENT_MODES, Config
+from qfleet.learner import Learner
+from qfleet.sync import codecs
+from qfleet.sync.local import Local
+from qfleet.sync.policies import Push
+from qfleet.sync.server import Reply
+from qfleet.sync.shard import ranges
+from qfleet.types import Array
+
+Call = Callable[..., Any]
+
+
+class Client:
+    """`servers[i](method, *args)` starts a call of a shard; `get` waits for one, or for a list of them; `read` turns what a
+    shard published into an array."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker: int,
+        incarnation: int,
+        size: int,
+        servers: Sequence[Call],
+        get: Callable[[Any], Any],
+        read: Callable[[Any], Array],
+    ) -> None:
+        self._config, self._worker, self._incarnation = config, worker, incarnation
+        self._servers, self._get, self._read = servers, get, read
+        self._ranges = ranges(size, len(servers))
+        seed = config.seed + incarnation
+        self._codecs = [
+            codecs.make(config.sync, r.stop - r.start, seed, worker, part) for part, r in enumerate(self._ranges)
+        ]
+        self._params, self._target = torch.zeros(size), torch.zeros(size)
+        self._sequence = 0
+        self.version = self._target_version = -1
+        self.bytes_sent, self.wait_seconds, self.rejected = 0, 0.0, 0
+        self.staleness = 0  # of the last push
+
+    def attach(self, learner: Learner) -> None:
+        """The learner takes the servers' parameters, and agrees with them from now on."""
+        self._take(self._get(self._servers[0]("join", self._worker, self._incarnation)))
+        learner.flat.data.copy_(self._params)
+        learner.target.data.copy_(self._target)
+        sync, c = self._config.sync, self._config.learner
+        if sync.mode in GRADIENT_MODES:
+            learner.agree = lambda grad, samples: self._gradient(learner, grad, samples)
+        else:
+            local = Local(sync, c.target_interval, self._config.learners, self._params, self)
+            learner.agree = lambda grad, samples: local.step(learner, grad, samples)
+
+    def _gradient(self, learner: Learner, grad: Tensor, samples: int) -> None:
+        clip, before = self._config.learner.grad_clip, self._target_version
+        if clip:  # only here the whole gradient is known
+            norm = float(torch.linalg.vector_norm(grad))
+            if norm > clip:
+                grad.mul_(clip / (norm + 1e-6))
+        self._push(grad, samples, learner.lr)
+        learner.flat.data.copy_(self._params)
+        learner.updates += 1
+        if self._target_version != before:
+            learner.target.data.copy_(self._target)
+
+    def exchange(self, move: Tensor, weight: float) -> Tensor:
+        """As a centre (sync.local)."""
+        self._push(move, weight, 1.0)
+        return self._params.clone()
+
+    def newest(self) -> Tensor:
+        self._take(self._get(self._servers[0]("newest", self._target_version)))
+        return self._params
+
+    def _push(self, vector: Tensor, samples: float, lr: float) -> None:
+        push = Push(self._worker, self._incarnation, self._sequence, self.version, samples, lr)
+        self._sequence += 1
+        messages = [codec.encode(vector[r]) for codec, r in zip(self._codecs, self._ranges, strict=True)]
+        self.bytes_sent += sum(message.nbytes for message in messages)
+        began = time.perf_counter()
+        pairs = list(zip(self._servers, messages, strict=True))
+        self._get([server("stage", push.key, message) for server, message in pairs[1:]])
+        reply: Reply = self._get(self._servers[0]("exchange", push, messages[0], self._target_version))
+        self.staleness, self.rejected = reply.staleness, self.rejected + bool(reply.why_not)
+        self._take(reply)
+        self.wait_seconds += time.perf_counter() - began
+
+    def _take(self, first: Reply) -> None:
+        """The version that shard 0 named, from all of them."""
+        while True:
+            others = self._get([s("fetch", first.version, self._target_version) for s in self._servers[1:]])
+            if all(reply is not None for reply in others):
+                break
+            first = self._get(self._servers[0]("newest", self._target_version))  # that version was gone already
+        replies: list[Reply] = [first, *others]
+        for r, reply in zip(self._ranges, replies, strict=True):
+            self._params[r] = torch.from_numpy(np.asarray(self._read(reply.params)))
+            if reply.target is not None:
+                self._target[r] = torch.from_numpy(np.asarray(self._read(reply.target)))
+        self.version = first.version
+        if len({reply.target_version for reply in replies}) == 1:
+            self._target_version = first.target_version

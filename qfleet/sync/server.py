@@ -1,0 +1,159 @@
+"""A parameter server: the shard of one process, and on the first one the policy that orders the pushes of all.
+
+    worker ──part i──▶ stage, on every other shard ─┐ acknowledged
+    worker ──push, part 0──▶ exchange, on shard 0 ◀─┘
+                                │ policy: commits ──carry_out──▶ the other shards
+                                ▼
+                       the newest version, when the worker may go on ──▶ worker ──fetch(version)──▶ the other shards
+
+| who         | waits for                                               | unblocked by                                   |
+|-------------|---------------------------------------------------------|------------------------------------------------|
+| `exchange`  | the policy to let the worker go on                      | pushes of others, `leave`, `tick`              |
+| `fetch`     | the version                                             | `carry_out`                                    |
+
+A push reaches every shard before shard 0 decides on it, so none is ever half applied; a version is the same on all of
+them. Everything here runs in one event loop; nothing blocks it. How a message gets here is the business of runtime.cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from qfleet.config import Config
+from qfleet.sync import codecs, policies
+from qfleet.sync.policies import Commit, Key, Push
+from qfleet.sync.shard import Shard
+from qfleet.types import Array
+
+KEPT = 8  # versions that can be fetched
+
+
+class Reply(NamedTuple):
+    """What a worker goes on with. Arrays are this shard's part."""
+
+    version: int
+    params: Any  # as `publish` made it of the array
+    target_version: int
+    target: Any  # None where the worker has it
+    why_not: str = ""  # its push was rejected
+    staleness: int = 0
+
+
+class Server:
+    """Shard `index` of the parameters. `publish` makes of an array what workers read it by (at most once a version).
+
+    `forward(commits, discarded)`: on shard 0, tells the others.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        initial: Array,
+        index: int,
+        publish: Callable[[Array], Any],
+        forward: Callable[[Sequence[Commit], Sequence[Key]], None] = lambda commits, discarded: None,
+    ) -> None:
+        sync = config.sync
+        self.index, self._publish, self._forward = index, publish, forward
+        self.shard = Shard(config, sync, torch.from_numpy(initial.copy()))
+        self.policy = policies.make(sync, config.learner.batch_size, config.learner.target_interval)
+        self._codec = codecs.make(sync, len(initial), 0, 0)  # to decode: no state
+        self._published: OrderedDict[int, Any] = OrderedDict()
+        self._target: tuple[int, Any] = (-1, None)
+        self._changed = asyncio.Event()
+        self.rejected: dict[str, int] = {}
+        self.staleness: dict[int, int] = {}  # how many pushes were so stale
+        self.bytes_received = 0
+
+    # --- every shard --------------------------------------------------------------------------------------------------
+
+    async def stage(self, key: Key, message: Array) -> None:
+        self.bytes_received += message.nbytes
+        self.shard.stage(key, self._codec.decode(message))
+
+    async def carry_out(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+        for key in discarded:
+            self.shard.discard(key)
+        for commit in commits:
+            self.shard.commit(commit)
+            self._keep()
+        self._wake()
+
+    async def fetch(self, version: int, target_version: int) -> Reply | None:
+        """That version; None if it is too old. With the target if the worker has another than `target_version`."""
+        while self.shard.version < version:
+            await self._change()
+        if version != self.shard.version and version not in self._published:
+            return None
+        return self._reply(version, target_version)
+
+    # --- shard 0 ------------------------------------------------------------------------------------------------------
+
+    async def join(self, worker: int, incarnation: int) -> Reply:
+        self.policy.join(worker, incarnation)
+        return self._reply(self.shard.version, -1)
+
+    async def leave(self, worker: int) -> None:
+        await self._act(self.policy.leave(worker), [])
+
+    async def exchange(self, push: Push, message: Array, target_version: int) -> Reply:
+        """Offer a push; return when the worker may go on."""
+        await self.stage(push.key, message)
+        outcome = self.policy.offer(push, time.monotonic())
+        if not outcome.seen_before:
+            if outcome.why_not:
+                self.rejected[outcome.why_not] = self.rejected.get(outcome.why_not, 0) + 1
+            self.staleness[outcome.staleness] = self.staleness.get(outcome.staleness, 0) + 1
+        await self._act(outcome.commits, [push.key] if outcome.why_not else [])
+        while not self.policy.ready(push.worker):
+            await self._change()
+        reply = self._reply(self.shard.version, target_version)
+        return reply._replace(why_not=outcome.why_not, staleness=outcome.staleness)
+
+    async def newest(self, target_version: int) -> Reply:
+        return self._reply(self.shard.version, target_version)
+
+    async def ticking(self, sleep: Callable[[float], Awaitable[None]], seconds: float) -> None:
+        """Close windows whose time is over, for ever."""
+        while True:
+            await sleep(seconds)
+            await self._act(self.policy.tick(time.monotonic()), [])
+
+    async def _act(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+        if commits or discarded:
+            self._forward(commits, discarded)
+            await self.carry_out(commits, discarded)
+        else:
+            self._wake()
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Versions that somebody read stay readable for a while; those that nobody read need not be published."""
+        while len(self._published) > KEPT:
+            self._published.popitem(last=False)
+
+    def _reply(self, version: int, target_version: int) -> Reply:
+        if version not in self._published:
+            assert version == self.shard.version
+            self._published[version] = self._publish(self.shard.params.numpy().copy())
+        newest = self.shard.target_version
+        target = None
+        if newest != target_version:
+            if self._target[0] != newest:
+                self._target = (newest, self._publish(self.shard.target.numpy().copy()))
+            target = self._target[1]
+        return Reply(version, self._published[version], newest, target)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _change(self) -> None:
+        await self._changed.wait()
