@@ -250,7 +250,13 @@ class RuntimeConfig:
             )
 
 
-GRADIENT_MODES = ("sync", "async", "window", "ssp")  # learners push gradients; the others train alone for a while
+GRADIENT_MODES = (
+    "sync",
+    "async",
+    "window",
+    "ssp",
+)  # learners push gradients; in the others they train alone for a while
+BARRIER_MODES = ("sync", "localsgd", "diloco", "admm")  # they go through their rounds together
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,15 +19,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from qfleet import envs, rng
-from qfleet.config import Config, ConfigError
+from qfleet.config import BARRIER_MODES, Config, ConfigError, override
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.setup import summary
@@ -36,9 +37,9 @@ from qfleet.sync.client import Client
 from qfleet.sync.policies import Commit, Key
 from qfleet.sync.server import Server
 from qfleet.sync.shard import ranges
+from qfleet.sync.wire import Address, Connection, Listener, Peer
 from qfleet.types import Array, State
 
-BARRIER = ("sync", "localsgd", "diloco", "admm")  # modes in which learners go through their rounds together
 SUMS = ("steps", "updates", "bytes", "sent", "rejected")  # on a learner's clock; what else is there are seconds
 
 
@@ -66,7 +67,7 @@ class Hub:
     """Runs in one event loop."""
 
     def __init__(self, config: Config) -> None:
-        self._together = config.sync.mode in BARRIER
+        self._together = config.sync.mode in BARRIER_MODES
         self.live: dict[int, int] = {}  # rank -> incarnation
         self._newest: dict[int, Report] = {}
         self._gone = 0  # steps of incarnations that ended
@@ -98,6 +99,14 @@ class Hub:
             await self._changed.wait()
         return self._orders
 
+    async def finish(self, report: Report) -> None:
+        """The last one of a learner."""
+        self._told.append(report)
+        self._news.set()
+        if self.live.get(report.rank) == report.incarnation:
+            self._newest[report.rank] = report
+            await self.leave(report.rank)
+
     def _meet(self) -> None:
         """Totals change when all have come as far, or with every report."""
         least = min((self._newest[r].round if r in self._newest else -1 for r in self.live), default=-1)
@@ -127,30 +136,36 @@ class Member:
     stopping, lr_scale = False, 1.0
 
     def __init__(
-        self, config: Config, rank: int, incarnation: int, hub: Any, servers: Sequence[Any], here: int
+        self, config: Config, rank: int, incarnation: int, hub: Any, servers: Sequence[Address], token: str, here: int
     ) -> None:
         import ray
 
         self.rank, self.size, self.here = rank, config.learners, here
-        self._config, self._incarnation, self._hub, self._servers = config, incarnation, hub, servers
+        self._config, self._incarnation, self._hub = config, incarnation, hub
+        self._servers, self._token = servers, token
         self._get = ray.get
         self.client: Client | None = None
+        self._entered = False
         self._learned: Learned | None = None
         self._values: dict[str, float] = {}
         self._clock: dict[str, float] = {}
         self._round: int = ray.get(hub.join.remote(rank, incarnation))
         self._pending: Any = None
-        self._together = config.sync.mode in BARRIER
+        self._together = config.sync.mode in BARRIER_MODES
 
     def attach(self, learner: Learner) -> None:
-        def call(server: Any) -> Callable[..., Any]:
-            return lambda method, *args: getattr(server, method).remote(*args)
+        connections = [Connection(address, self._token) for address in self._servers]
+        self.client = Client(self._config, self.rank, self._incarnation, len(learner.flat.data), connections)
+        if not self._incarnation:
+            self.enter(learner)
 
-        self.client = Client(
-            self._config, self.rank, self._incarnation, len(learner.flat.data), [call(s) for s in self._servers],
-            get=self._get, read=lambda published: self._get(published[0]),
-        )  # fmt: skip
-        self.client.attach(learner)
+    def enter(self, learner: Learner) -> None:
+        """The first ones are there before anybody begins. A later one joins between two rounds of the others, at the hub, and
+        takes part in updates from its first own: earlier, they would wait for it while it waits for them."""
+        if not self._entered:
+            assert self.client is not None
+            self.client.attach(learner)
+            self._entered = True
 
     def tell(self, learned: Learned | None, values: dict[str, float], clock: dict[str, float]) -> None:
         """What the next report holds, besides the steps."""
@@ -159,10 +174,20 @@ class Member:
             learned = Learned(before.loss_sum + learned.loss_sum, learned.q_mean, before.updates + learned.updates)
         self._learned, self._values, self._clock = learned or self._learned, values, clock
 
-    def meet(self, steps: int) -> int:
+    def _report(self, steps: int) -> Report:
         report = Report(self.rank, self._incarnation, self._round, steps, self._learned, self._values, self._clock)
         self._round, self._learned = self._round + 1, None
-        sent = self._hub.report.remote(report)
+        return report
+
+    def finish(self, steps: int) -> None:
+        """Nobody waits for it any more."""
+        if self.client is not None:
+            self.client.leave()
+            self.client.close()
+        self._get(self._hub.finish.remote(self._report(steps)))
+
+    def meet(self, steps: int) -> int:
+        sent = self._hub.report.remote(self._report(steps))
         # Where nobody waits for anybody, the answer to the report before is new enough.
         orders: Orders = self._get(sent if self._together or self._pending is None else self._pending)
         self._pending = sent
@@ -193,12 +218,15 @@ class Member:
 
 class LearnerActor:
     def __init__(
-        self, config: Config, rank: int, incarnation: int, hub: Any, servers: Sequence[Any], here: int
+        self, config: Config, rank: int, incarnation: int, hub: Any, servers: Sequence[Address], token: str, here: int
     ) -> None:
         torch.set_num_threads(1)
-        self._team = Member(config, rank, incarnation, hub, servers, here)
+        self._team = Member(config, rank, incarnation, hub, servers, token, here)
         self._worker = Worker(config, self._team)
         self._worker.build()
+
+    def ready(self) -> None:
+        """It can be called when everything is made."""
 
     def run(self) -> int:
         """Until it is told to stop; -> its steps."""
@@ -211,48 +239,37 @@ class LearnerActor:
                 assert client is not None
                 more = {"sent": client.bytes_sent, "push": client.wait_seconds, "rejected": client.rejected}
                 team.tell(learned, worker.values(), worker.clock() | more | {"steps": worker.collector.steps})
+            team.finish(worker.collector.steps)
         finally:
             worker.close()
         return worker.collector.steps
 
 
 class ServerActor:
-    """Shard `index`; the first one is told who the others are."""
+    """A shard that listens; the first one is told where the others do."""
 
-    def __init__(self, config: Config, initial: Array, index: int, others: Sequence[Any]) -> None:
+    def __init__(self, config: Config, initial: Array, token: str) -> None:
+        self._config, self._token, self._others = config, token, list[Peer]()
+        self._server = Server(config, initial, self._forward)
+        self._running: list[Any] = []
+
+    def _forward(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+        for other in self._others:
+            other("carry_out", [commits, discarded])
+
+    async def listen(self, others: Sequence[Address]) -> Address:
         import ray
 
-        def forward(commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
-            for other in others:
-                other.carry_out.remote(commits, discarded)
+        self._others = [Peer(address, self._token) for address in others]
+        listener = Listener(self._server.handlers(), self._token)
+        self._running = [listener]
+        if self._config.sync.mode == "window" and self._config.sync.window_ms:
+            seconds = self._config.sync.window_ms / 4e3
+            self._running.append(asyncio.create_task(self._server.ticking(asyncio.sleep, seconds)))
+        return str(ray.util.get_node_ip_address()), listener.port  # type: ignore[no-untyped-call]
 
-        # A reference in a list is handed over, not followed: one copy a version, for all readers.
-        self._server = Server(config, initial, index, lambda array: [ray.put(array)], forward)
-        self._ticking: asyncio.Task[None] | None = None
-        self._seconds = config.sync.window_ms / 4e3 if config.sync.mode == "window" else 0.0
-
-    async def join(self, *args: Any) -> Any:
-        if self._seconds and self._ticking is None:
-            self._ticking = asyncio.create_task(self._server.ticking(asyncio.sleep, self._seconds))
-        return await self._server.join(*args)
-
-    async def leave(self, *args: Any) -> Any:
-        return await self._server.leave(*args)
-
-    async def stage(self, *args: Any) -> Any:
-        return await self._server.stage(*args)
-
-    async def carry_out(self, *args: Any) -> Any:
-        return await self._server.carry_out(*args)
-
-    async def fetch(self, *args: Any) -> Any:
-        return await self._server.fetch(*args)
-
-    async def exchange(self, *args: Any) -> Any:
-        return await self._server.exchange(*args)
-
-    async def newest(self, *args: Any) -> Any:
-        return await self._server.newest(*args)
+    async def leave(self, worker: int) -> None:
+        await self._server.leave(worker)
 
     async def counts(self) -> dict[str, Any]:
         server = self._server
@@ -263,12 +280,17 @@ class Fleet:
     """All of them together, as the trainer sees a worker."""
 
     def __init__(self, config: Config) -> None:
-        import ray
-
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError(
+                f"learners is {config.learners}, which needs Ray: pip install 'qfleet[ray]'. (Or start them with torchrun, see docs/sync.md.)"
+            ) from None
         self._ray = ray
         self._open = contextlib.ExitStack()
         self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
-        self.config = config
+        check(config)
+        self.config = config = override(config, {"sync.transport": "server"})
         sample = envs.make(config.env, seed=rng.derive(config.seed, "sample"), num_envs=1, threads=1)
         self._open.callback(sample.close)
         self.envs = sample
@@ -299,22 +321,22 @@ class Fleet:
         self.flat, initial = Flat(learner.net, self.device), learner.flat.data.numpy().copy()
         spread = {"num_cpus": 1}
         self._hub = ray.remote(**spread)(Hub).remote(config)
+        token = secrets.token_hex(16)
         parts = [initial[r] for r in ranges(len(initial), config.sync.servers)]
-        server = ray.remote(**spread)(ServerActor)
-        others = [server.remote(config, part, index + 1, []) for index, part in enumerate(parts[1:])]
-        self._servers = [server.remote(config, parts[0], 0, others), *others]
-        self._actor = ray.remote(**spread)(LearnerActor)
-        self._client = Client(
-            config, -1, 0, len(initial), [lambda m, *a, s=s: getattr(s, m).remote(*a) for s in self._servers],
-            get=ray.get, read=lambda published: ray.get(published[0]),
-        )  # fmt: skip
+        self._servers = [ray.remote(**spread)(ServerActor).remote(config, part, token) for part in parts]
+        others = ray.get([server.listen.remote([]) for server in self._servers[1:]])
+        addresses = [ray.get(self._servers[0].listen.remote(others)), *others]
+        self._client = Client(config, -1, 0, len(initial), [Connection(address, token) for address in addresses])
+        self._open.callback(self._client.close)
+        actor = ray.remote(**spread)(LearnerActor)
         self._learners = [
-            self._actor.remote(config, rank, 0, self._hub, self._servers, config.learners)
+            actor.remote(config, rank, 0, self._hub, addresses, token, config.learners)
             for rank in range(config.learners)
         ]
         self._running: list[Any] = []
 
     def start(self) -> None:
+        self._ray.get([learner.ready.remote() for learner in self._learners])
         self._running = [learner.run.remote() for learner in self._learners]
 
     @property
@@ -396,6 +418,18 @@ class Fleet:
 
     def close(self) -> None:
         self._open.close()
+
+
+def check(config: Config) -> None:
+    """Can these learners work together on Ray?"""
+    if config.sync.transport == "allreduce":
+        raise ConfigError(
+            f"learners on Ray meet at servers so far; for all-reduce use a launcher: torchrun --nproc-per-node {config.learners} -m qfleet train ..."
+        )
+    if config.env.num_envs % config.learners:
+        raise ConfigError(
+            f"env.num_envs {config.env.num_envs} cannot be divided among {config.learners} learners: change it to a multiple of {config.learners}."
+        )
 
 
 class Orderer:

@@ -46,6 +46,10 @@ class Team(Protocol):
         """From now on the learner agrees with the others."""
         ...
 
+    def enter(self, learner: Learner) -> None:
+        """Before updates: one that joined a run that was going on takes part from here on."""
+        ...
+
     def meet(self, steps: int) -> int:
         """After collecting, once a round: own steps so far -> those of all."""
         ...
@@ -78,6 +82,9 @@ class Alone:
     rank, size, here, stopping, lr_scale = 0, 1, 1, False, 1.0
 
     def attach(self, learner: Learner) -> None:
+        pass
+
+    def enter(self, learner: Learner) -> None:
         pass
 
     def meet(self, steps: int) -> int:
@@ -197,6 +204,9 @@ class Ranks:
                 step(grad, samples)
 
         learner.agree = agree
+
+    def enter(self, learner: Learner) -> None:
+        pass
 
     def meet(self, steps: int) -> int:
         mine = [steps, self._stop, self.lr_scale if self.rank == 0 else 0.0]

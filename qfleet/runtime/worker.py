@@ -157,8 +157,11 @@ class Worker:
 
     def _learn(self) -> Learned | None:
         own = self.stored_steps - self.collector.others
+        if not self.replay.ready:
+            return None
+        self.team.enter(self.learner)
         due = self.limiter.updates_due(self.team.counted(own, self.stored_steps), self.learner.updates)
-        if due == 0 or not self.replay.ready:
+        if due == 0:
             return None
         c, done = self.config.learner, min(1.0, self.stored_steps / self.config.total_steps)
         self.learner.lr = c.lr * self.team.lr_scale * lr_factor(c.lr_schedule, done)

@@ -12,7 +12,7 @@
 | `fetch`     | the version                                             | `carry_out`                                    |
 
 A push reaches every shard before shard 0 decides on it, so none is ever half applied; a version is the same on all of
-them. Everything here runs in one event loop; nothing blocks it. How a message gets here is the business of runtime.cluster.
+them. Everything here runs in one event loop; nothing blocks it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from qfleet.config import Config
 from qfleet.sync import codecs, policies
 from qfleet.sync.policies import Commit, Key, Push
 from qfleet.sync.shard import Shard
+from qfleet.sync.wire import Answer, Handler
 from qfleet.types import Array
+
+
+def as_key(values: Sequence[int]) -> Key:
+    worker, incarnation, sequence = values
+    return worker, incarnation, sequence
+
 
 KEPT = 8  # versions that can be fetched
 
@@ -38,38 +46,75 @@ class Reply(NamedTuple):
     """What a worker goes on with. Arrays are this shard's part."""
 
     version: int
-    params: Any  # as `publish` made it of the array
     target_version: int
-    target: Any  # None where the worker has it
-    why_not: str = ""  # its push was rejected
-    staleness: int = 0
+    why_not: str  # its push was rejected
+    staleness: int
+    params: Array
+    target: Array | None  # None where the worker has it
+
+    def packed(self) -> Answer:
+        return list(self[:4]), [a.view(np.uint8) for a in (self.params, self.target) if a is not None]
+
+    @classmethod
+    def unpacked(cls, answer: Answer) -> Reply:
+        fields, arrays = answer
+        params, target = ([a.view(np.float32) for a in arrays] + [None])[:2]
+        assert params is not None
+        version, target_version, why_not, staleness = fields
+        return cls(version, target_version, why_not, staleness, params, target)
 
 
 class Server:
-    """Shard `index` of the parameters. `publish` makes of an array what workers read it by (at most once a version).
-
-    `forward(commits, discarded)`: on shard 0, tells the others.
-    """
+    """A shard of the parameters. `forward(commits, discarded)`: on shard 0, tells the others, in order."""
 
     def __init__(
         self,
         config: Config,
         initial: Array,
-        index: int,
-        publish: Callable[[Array], Any],
         forward: Callable[[Sequence[Commit], Sequence[Key]], None] = lambda commits, discarded: None,
     ) -> None:
         sync = config.sync
-        self.index, self._publish, self._forward = index, publish, forward
+        self._forward = forward
         self.shard = Shard(config, sync, torch.from_numpy(initial.copy()))
         self.policy = policies.make(sync, config.learner.batch_size, config.learner.target_interval)
         self._codec = codecs.make(sync, len(initial), 0, 0)  # to decode: no state
-        self._published: OrderedDict[int, Any] = OrderedDict()
-        self._target: tuple[int, Any] = (-1, None)
+        self._published: OrderedDict[int, Array] = OrderedDict()
+        self._target: tuple[int, Array | None] = (-1, None)
         self._changed = asyncio.Event()
         self.rejected: dict[str, int] = {}
         self.staleness: dict[int, int] = {}  # how many pushes were so stale
         self.bytes_received = 0
+
+    def handlers(self) -> dict[str, Handler]:
+        """What can be called over the wire."""
+
+        async def stage(args: list[Any], arrays: list[Array]) -> Answer:
+            await self.stage(as_key(args[0]), arrays[0])
+            return None, ()
+
+        async def carry_out(args: list[Any], arrays: list[Array]) -> Answer:
+            commits = [Commit(c[0], tuple((as_key(k), w) for k, w in c[1]), c[2], c[3]) for c in args[0]]
+            await self.carry_out(commits, [as_key(k) for k in args[1]])
+            return None, ()
+
+        async def fetch(args: list[Any], arrays: list[Array]) -> Answer:
+            reply = await self.fetch(*args)
+            return (None, ()) if reply is None else reply.packed()
+
+        async def join(args: list[Any], arrays: list[Array]) -> Answer:
+            return (await self.join(*args)).packed()
+
+        async def leave(args: list[Any], arrays: list[Array]) -> Answer:
+            await self.leave(*args)
+            return None, ()
+
+        async def exchange(args: list[Any], arrays: list[Array]) -> Answer:
+            return (await self.exchange(Push(*args[0]), arrays[0], args[1])).packed()
+
+        async def newest(args: list[Any], arrays: list[Array]) -> Answer:
+            return (await self.newest(*args)).packed()
+
+        return {f.__name__: f for f in (stage, carry_out, fetch, join, leave, exchange, newest)}
 
     # --- every shard --------------------------------------------------------------------------------------------------
 
@@ -142,14 +187,14 @@ class Server:
     def _reply(self, version: int, target_version: int) -> Reply:
         if version not in self._published:
             assert version == self.shard.version
-            self._published[version] = self._publish(self.shard.params.numpy().copy())
+            self._published[version] = self.shard.params.numpy().copy()
         newest = self.shard.target_version
         target = None
         if newest != target_version:
             if self._target[0] != newest:
-                self._target = (newest, self._publish(self.shard.target.numpy().copy()))
+                self._target = (newest, self.shard.target.numpy().copy())
             target = self._target[1]
-        return Reply(version, self._published[version], newest, target)
+        return Reply(version, newest, "", 0, self._published[version], target)
 
     def _wake(self) -> None:
         self._changed.set()

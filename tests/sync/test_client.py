@@ -1,0 +1,236 @@
+"""Workers in threads and servers in an event loop: pushes, waits and pulls as on a cluster, without one."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fleet import BATCH, SIZE, Problem, config_of, sync_of
+
+from qfleet.config import Config
+from qfleet.sync.client import Client
+from qfleet.sync.policies import Commit, Key
+from qfleet.sync.server import Server
+from qfleet.sync.shard import ranges
+from qfleet.sync.wire import Connection, Listener, Peer, WireError
+
+CLOCKS = 100
+
+
+class Pupil:
+    """A learner as far as a client knows it."""
+
+    def __init__(self, config: Config, size: int) -> None:
+        self.config, self.lr, self.updates = config, config.learner.lr, 0
+        self.flat, self.target = Buffer(size), Buffer(size)
+        self.agree: Callable[[torch.Tensor, int], None] = lambda grad, samples: None
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        return self.flat.data
+
+    def optimize(self, grad: torch.Tensor) -> None:
+        self.flat.data.sub_(grad * self.lr)
+        self.updates += 1
+
+    def freeze(self, parameters: torch.Tensor) -> None:
+        self.target.data.copy_(parameters)
+
+
+class Buffer:
+    def __init__(self, size: int) -> None:
+        self.data = torch.zeros(size)
+
+
+class Running:
+    """Servers in a loop on a thread of their own."""
+
+    def __init__(self, config: Config, initial: torch.Tensor) -> None:
+        self.config, self.size = config, len(initial)
+        self.loop = asyncio.new_event_loop()
+        self._connections: list[Connection] = []
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.servers = self.call(self._make(initial)).result()
+
+    async def _make(self, initial: torch.Tensor) -> list[Server]:
+        parts = [initial[r].numpy() for r in ranges(len(initial), self.config.sync.servers)]
+        others = [Server(self.config, part) for part in parts[1:]]
+        self.listeners = [Listener(other.handlers(), "token", "127.0.0.1") for other in others]
+        self.peers = [Peer(("127.0.0.1", listener.port), "token") for listener in self.listeners]
+
+        def forward(commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+            for peer in self.peers:
+                peer("carry_out", [commits, discarded])
+
+        first = Server(self.config, parts[0], forward)
+        self.listeners.insert(0, Listener(first.handlers(), "token", "127.0.0.1"))
+        return [first, *others]
+
+    def call(self, coroutine: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def client(self, worker: int, incarnation: int = 0) -> Client:
+        connections = [Connection(("127.0.0.1", listener.port), "token", 30) for listener in self.listeners]
+        self._connections += connections
+        return Client(self.config, worker, incarnation, self.size, connections)
+
+    @property
+    def params(self) -> torch.Tensor:
+        return torch.cat([server.shard.params for server in self.servers])
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+        async def end() -> None:
+            for listener in self.listeners:
+                await listener.close()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        self.call(end()).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@pytest.fixture
+def running(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
+    made: list[Running] = []
+
+    def make(
+        mode: str, servers: int = 1, learners: int = 3, learner: dict[str, Any] | None = None, **sync: Any
+    ) -> Running:
+        config = replace(config_of(**(learner or {})), sync=sync_of(mode, servers=servers, transport="server", **sync))
+        config = replace(config, env=replace(config.env, num_envs=learners * 2), learners=learners)
+        made.append(Running(config, Problem(torch.float32).initial))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def work(running: Running, workers: int, clocks: int = CLOCKS) -> list[Pupil]:
+    """All workers at once, each in a thread, on the fixed batches."""
+    problem = Problem(torch.float32)
+    pupils = [Pupil(running.config, SIZE) for _ in range(workers)]
+    clients = [running.client(worker) for worker in range(workers)]
+    for client, pupil in zip(clients, pupils, strict=True):
+        client.attach(pupil)  # type: ignore[arg-type]
+
+    def run(worker: int) -> None:
+        pupil = pupils[worker]
+        for clock in range(clocks):
+            pupil.agree(problem.worker_grad(pupil.parameters, worker, clock), BATCH)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for future in [pool.submit(run, worker) for worker in range(workers)]:
+            future.result()
+    return pupils
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_workers_at_once_in_sync_are_one_learner(running: Callable[..., Running], servers: int) -> None:
+    on = running("sync", servers)
+    pupils = work(on, 3)
+    expected = Problem(torch.float32).alone(config_of(), 3, CLOCKS)
+    torch.testing.assert_close(on.params, expected, rtol=0, atol=2e-6)
+    for pupil in pupils:
+        assert torch.equal(pupil.parameters, on.params) and torch.equal(pupil.target.data, pupils[0].target.data)
+        assert torch.equal(pupil.target.data, on.params)  # frozen every 10 clocks, and so after the last
+    assert on.servers[0].staleness == {0: 300} and not on.servers[0].rejected
+
+
+def test_clipping_happens_at_the_worker(running: Callable[..., Running]) -> None:
+    on = running("sync", 2, learners=1, learner={"grad_clip": 0.05})
+    work(on, 1)
+    expected = Problem(torch.float32).alone(config_of(grad_clip=0.05), 1, CLOCKS)
+    torch.testing.assert_close(on.params, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [("async", {}), ("ssp", {"staleness": 1}), ("window", {"window": 2}), ("window", {"window_ms": 1.0})],
+)
+def test_modes_without_a_barrier_apply_everything_once(
+    running: Callable[..., Running], mode: str, more: dict[str, Any]
+) -> None:
+    """And learn: the loss on fresh data falls to a fraction."""
+    on = running(mode, 2, **more)
+    if more.get("window_ms"):
+        on.call(on.servers[0].ticking(asyncio.sleep, 0.0005))
+    work(on, 3)
+    first = on.servers[0]
+    assert sum(first.staleness.values()) == 300 and first.policy.version == first.shard.version
+    assert {server.shard.version for server in on.servers} == {first.policy.version}
+    assert not any(server.shard.missing for server in on.servers)
+    problem = Problem(torch.float32)
+    x, y = problem.batch(77, 0, 500)
+
+    def error(params: torch.Tensor) -> float:
+        w, v = params[:80].view(5, 16), params[80:96]
+        return float((((x @ w).tanh() @ v - y) ** 2).mean())
+
+    assert error(on.params) < 0.5 * error(problem.initial)
+    if mode == "ssp":
+        assert max(first.staleness) <= 2 * 3 + 2  # the bound on clocks bounds versions
+
+
+@pytest.mark.parametrize("mode", ["localsgd", "diloco", "admm", "easgd"])
+def test_local_modes_meet_on_the_server(running: Callable[..., Running], mode: str) -> None:
+    on = running(mode, 2, local_steps=5, rho_adapt=False)
+    pupils = work(on, 3)
+    assert on.servers[0].policy.version == (60 if mode == "easgd" else 20)
+    if mode in ("localsgd", "diloco"):
+        assert all(torch.equal(pupil.parameters, on.params) for pupil in pupils)
+    assert (on.params - Problem(torch.float32).initial).abs().max() > 0.1
+
+
+def test_a_worker_that_leaves_does_not_hold_up_the_others(running: Callable[..., Running]) -> None:
+    on = running("sync", 2, learners=2)
+    problem = Problem(torch.float32)
+    gone = on.client(1)
+    gone.attach(Pupil(on.config, SIZE))  # type: ignore[arg-type]
+    pupil, client = Pupil(on.config, SIZE), on.client(0)
+    client.attach(pupil)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: pupil.agree(problem.worker_grad(pupil.parameters, 0, 0), BATCH))
+        while not on.servers[0].staleness:  # until its push has arrived
+            pass
+        assert not waiting.done()
+        on.call(on.servers[0].leave(1)).result()
+        waiting.result(30)
+    assert on.servers[0].policy.version == 1
+    back = on.client(1, incarnation=1)
+    again = Pupil(on.config, SIZE)
+    back.attach(again)  # type: ignore[arg-type]
+    assert torch.equal(again.parameters, on.params) and back.version == 1
+
+
+def test_compressed_pushes_are_counted(running: Callable[..., Running]) -> None:
+    for codec, most in (("bf16", 0.51), ("int8", 0.3), ("topk", 0.1)):
+        on = running("sync", 1, learners=1, codec=codec)
+        client, pupil = on.client(0), Pupil(on.config, SIZE)
+        client.attach(pupil)  # type: ignore[arg-type]
+        pupil.agree(torch.ones(SIZE), BATCH)
+        assert 0 < client.bytes_sent == on.servers[0].bytes_received <= most * 4 * SIZE
+
+
+def test_a_server_of_another_run_refuses(running: Callable[..., Running]) -> None:
+    on = running("sync")
+    with pytest.raises(WireError, match="belongs to another run"):
+        Connection(("127.0.0.1", on.listeners[0].port), "other")
+    with pytest.raises(WireError, match="no server answers"):
+        Connection(("127.0.0.1", 9), "token")
+    client = on.client(0)
+    with pytest.raises(WireError, match="KeyError"):
+        client._servers[0]("nonsense").receive()
+    client.newest()  # and goes on
