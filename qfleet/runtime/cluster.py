@@ -1,7 +1,7 @@
 """Learners and parameter servers as Ray actors; this process supervises them.
 
-    this process: Trainer ── Fleet ──┬─ hub        who is there, how far they are, what they should do
-      (log, evaluate, stop)          ├─ servers    shards of the parameters (qfleet.sync.server)
+    this process: Trainer ── Fleet ──┬─ servers    shards of the parameters (qfleet.sync.server); with the first one, the hub:
+      (log, evaluate, stop)          │             who is there, how far they are, what they should do
                                      └─ learners   each a Worker: environments, replay, learner
 
 | who              | waits for                                       | unblocked by                                           |
@@ -40,7 +40,15 @@ from qfleet.sync.shard import ranges
 from qfleet.sync.wire import Address, Connection, Listener, Peer
 from qfleet.types import Array, State
 
+PATIENCE = 1.0  # seconds in which the supervisor looks after the learners even if there is no news
 SUMS = ("steps", "updates", "bytes", "sent", "rejected")  # on a learner's clock; what else is there are seconds
+
+
+def added(a: Learned | None, b: Learned | None) -> Learned | None:
+    """Both together; the mean value is the newer one's."""
+    if a is None or b is None:
+        return a or b
+    return Learned(a.loss_sum + b.loss_sum, b.q_mean, a.updates + b.updates)
 
 
 class Report(NamedTuple):
@@ -169,10 +177,7 @@ class Member:
 
     def tell(self, learned: Learned | None, values: dict[str, float], clock: dict[str, float]) -> None:
         """What the next report holds, besides the steps."""
-        if learned is not None and self._learned is not None:
-            before = self._learned
-            learned = Learned(before.loss_sum + learned.loss_sum, learned.q_mean, before.updates + learned.updates)
-        self._learned, self._values, self._clock = learned or self._learned, values, clock
+        self._learned, self._values, self._clock = added(self._learned, learned), values, clock
 
     def _report(self, steps: int) -> Report:
         report = Report(self.rank, self._incarnation, self._round, steps, self._learned, self._values, self._clock)
@@ -245,10 +250,11 @@ class LearnerActor:
         return worker.collector.steps
 
 
-class ServerActor:
-    """A shard that listens; the first one is told where the others do."""
+class ServerActor(Hub):
+    """A shard that listens. The first one is told where the others do, and is the hub."""
 
     def __init__(self, config: Config, initial: Array, token: str) -> None:
+        super().__init__(config)
         self._config, self._token, self._others = config, token, list[Peer]()
         self._server = Server(config, initial, self._forward)
         self._running: list[Any] = []
@@ -268,8 +274,10 @@ class ServerActor:
             self._running.append(asyncio.create_task(self._server.ticking(asyncio.sleep, seconds)))
         return str(ray.util.get_node_ip_address()), listener.port  # type: ignore[no-untyped-call]
 
-    async def leave(self, worker: int) -> None:
-        await self._server.leave(worker)
+    async def give_up(self, rank: int) -> None:
+        """A learner that is dead, or silent for too long."""
+        await self.leave(rank)
+        await self._server.leave(rank)
 
     async def counts(self) -> dict[str, Any]:
         server = self._server
@@ -317,22 +325,26 @@ class Fleet:
                 include_dashboard=False, log_to_driver=False, logging_level="ERROR",
             )  # fmt: skip
             self._open.callback(ray.shutdown)
-        learner = Learner(config, self.envs.spec, self.device)
-        self.flat, initial = Flat(learner.net, self.device), learner.flat.data.numpy().copy()
+        first = Learner(config, self.envs.spec, self.device)
+        self.flat, initial = Flat(first.net, self.device), first.flat.data.numpy().copy()
         spread = {"num_cpus": 1}
-        self._hub = ray.remote(**spread)(Hub).remote(config)
         token = secrets.token_hex(16)
         parts = [initial[r] for r in ranges(len(initial), config.sync.servers)]
         self._servers = [ray.remote(**spread)(ServerActor).remote(config, part, token) for part in parts]
+        self._hub = self._servers[0]
         others = ray.get([server.listen.remote([]) for server in self._servers[1:]])
         addresses = [ray.get(self._servers[0].listen.remote(others)), *others]
         self._client = Client(config, -1, 0, len(initial), [Connection(address, token) for address in addresses])
         self._open.callback(self._client.close)
         actor = ray.remote(**spread)(LearnerActor)
+        for made in self._servers:
+            self._open.callback(ray.kill, made)
         self._learners = [
             actor.remote(config, rank, 0, self._hub, addresses, token, config.learners)
             for rank in range(config.learners)
         ]
+        for learner in self._learners:
+            self._open.callback(ray.kill, learner)
         self._running: list[Any] = []
 
     def start(self) -> None:
@@ -345,20 +357,19 @@ class Fleet:
 
     def round(self) -> Learned | None:
         """Whatever was reported since the last time."""
-        loss, q, updates = 0.0, 0.0, 0
-        for report in self._ray.get(self._hub.news.remote(1.0)):
-            if report.clock:
-                self._clocks[report.rank], self._values[report.rank] = report.clock, report.values
-            if report.learned is not None:
-                loss, q, updates = (
-                    loss + report.learned.loss_sum,
-                    report.learned.q_mean,
-                    updates + report.learned.updates,
-                )
-        self.steps = int(sum(clock["steps"] for clock in self._clocks.values()))
+        learned = self._news(PATIENCE)
         ended, _ = self._ray.wait(self._running, num_returns=len(self._running), timeout=0)
         self._ray.get(ended)  # raises what ended one
-        return Learned(loss, q, updates) if updates else None
+        return added(learned, self.settle()) if self.over else learned
+
+    def _news(self, seconds: float) -> Learned | None:
+        learned: Learned | None = None
+        for report in self._ray.get(self._hub.news.remote(seconds)):
+            if report.clock:
+                self._clocks[report.rank], self._values[report.rank] = report.clock, report.values
+            learned = added(learned, report.learned)
+        self.steps = int(sum(clock["steps"] for clock in self._clocks.values()))
+        return learned
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Flat]:
@@ -366,7 +377,12 @@ class Fleet:
         yield self.flat
 
     def settle(self) -> Learned | None:
-        return None
+        """At the end, when all learners have ended, too: what they said last."""
+        if not self.over or not self._running:
+            return None
+        self._ray.get(self._running)
+        self._running = []
+        return self._news(0.0)
 
     def exploded(self) -> bool:
         return not bool(self._client.newest().abs().max() < EXPLODED)

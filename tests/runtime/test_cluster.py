@@ -28,7 +28,7 @@ def ray() -> Iterator[None]:
 
 
 def trained(folder: Path, mode: str, **more: Any) -> qfleet.Run:
-    overrides = SETTINGS | {"sync.mode": mode, "sync.servers": 2} | {k.replace("__", "."): v for k, v in more.items()}
+    overrides = SETTINGS | {"sync.mode": mode} | {k.replace("__", "."): v for k, v in more.items()}
     return qfleet.train(
         "CartPole-v1",
         recipe="dqn",
@@ -41,8 +41,8 @@ def trained(folder: Path, mode: str, **more: Any) -> qfleet.Run:
     )
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "window", "ssp", "localsgd", "diloco", "easgd", "admm"])
-def test_every_mode_trains(ray: None, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["ssp", "diloco"])
+def test_modes_train(ray: None, mode: str, tmp_path: Path) -> None:
     run = trained(tmp_path / "run", mode, sync__local_steps=4)
     rows = [row for row in run.metrics if "train/loss" in row]
     assert rows[-1]["step"] >= 3000 and rows[-1]["train/loss"] < 100
@@ -51,15 +51,15 @@ def test_every_mode_trains(ray: None, mode: str, tmp_path: Path) -> None:
     assert run.evaluation is not None and run.stop_reason == "total_steps"
 
 
-def test_sync_is_the_same_twice_and_with_any_number_of_servers(ray: None, tmp_path: Path) -> None:
+def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) -> None:
     def numbers(run: qfleet.Run) -> list[Any]:
         return [(row["step"], row.get("eval/mean_reward")) for row in run.metrics if "eval/mean_reward" in row]
 
-    runs = [trained(tmp_path / f"{i}", "sync", sync__servers=servers) for i, servers in enumerate((1, 1, 3))]
+    runs = [trained(tmp_path / f"{i}", "sync", sync__servers=servers) for i, servers in enumerate((1, 2))]
     weights = [checkpoint.read((run.dir / "checkpoints/best").resolve())[0]["learner"]["model"] for run in runs]
     for other in weights[1:]:
         assert all((other[name] == value).all() for name, value in weights[0].items())
-    assert numbers(runs[0]) == numbers(runs[1]) == numbers(runs[2])
+    assert numbers(runs[0]) == numbers(runs[1])
 
 
 def test_bad_input(tmp_path: Path) -> None:
