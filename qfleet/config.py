@@ -289,8 +289,6 @@ class SyncConfig:
     rho_adapt: bool = opt(True, "admm: double or halve it where primal and dual residual differ tenfold")
     topk: float = opt(0.01, "topk: part of the numbers that are sent; the rest is kept for later")
     rank: int = opt(4, "powersgd: rank")
-    balance: bool = opt(True, "batch shares in proportion to the measured speed of the learners (sync, ssp)")
-    weights: tuple[float, ...] = opt((), "batch shares of the learners, instead of measured ones")
     heartbeat: float = opt(10.0, "seconds without a sign of life after which a learner is left behind")
 
     def __post_init__(self) -> None:
@@ -305,7 +303,6 @@ class SyncConfig:
         _check(self.rho > 0, "sync.rho", self.rho, "positive")
         _check(0 < self.topk <= 1, "sync.topk", self.topk, "above 0 and at most 1")
         _check(self.rank >= 1, "sync.rank", self.rank, "at least 1")
-        _check(all(w > 0 for w in self.weights), "sync.weights", self.weights, "positive, one for every learner")
         _check(self.heartbeat > 0, "sync.heartbeat", self.heartbeat, "positive")
         if self.transport == "allreduce" and self.mode in ("async", "window", "ssp"):
             raise ConfigError(
@@ -333,7 +330,7 @@ class Config:
     seed: int = opt(1, "seed of everything random")
     total_steps: int = opt(50_000, "environment steps to train for")
     device: str = opt("auto", "device of the learner: auto, cpu or cuda")
-    learners: int = opt(1, "learners that train one network; started by torchrun or mpirun, see docs/sync.md")
+    learners: int = opt(1, "learners that train one network, on Ray, see docs/sync.md")
     run_dir: str = opt("", "where the run is written; empty = runs/<env>/<recipe>-s<seed>-<time>")
     network: NetworkConfig = field(default_factory=NetworkConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)

@@ -198,10 +198,14 @@ class Checkpoints:
         all_saved()
         self._prune()
 
-    def save_best(self, step: int, spec: State, model: State) -> None:
-        """The weights alone, as the best so far."""
+    def save_weights(self, step: int, spec: State, model: State, name: str = "step") -> None:
+        """The weights alone: nothing can be resumed from them."""
         state = {"learner": {"model": model}, "spec": spec, "step": step}
-        _write_folder(self.dir / f"best_{step:09d}", state, [])
+        _write_folder(self.dir / f"{name}_{step:09d}", state, [])
+
+    def save_best(self, step: int, spec: State, model: State) -> None:
+        """The weights of the best evaluation so far."""
+        self.save_weights(step, spec, model, "best")
         _link(self.dir, "best", f"best_{step:09d}")
         for old in self.dir.glob("best_*"):
             if old.name != f"best_{step:09d}":

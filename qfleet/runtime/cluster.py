@@ -20,8 +20,10 @@ import asyncio
 import contextlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +79,7 @@ class Hub:
     def __init__(self, config: Config) -> None:
         self._together = config.sync.mode in BARRIER_MODES
         self.live: dict[int, int] = {}  # rank -> incarnation
+        self._beats: dict[int, float] = {}  # when it gave its last sign of life
         self._newest: dict[int, Report] = {}
         self._gone = 0  # steps of incarnations that ended
         self._orders = Orders(0, False, 1.0)
@@ -87,8 +90,17 @@ class Hub:
     async def join(self, rank: int, incarnation: int) -> int:
         """-> the round to begin with."""
         await self.leave(rank)
-        self.live[rank] = incarnation
+        self.live[rank], self._beats[rank] = incarnation, time.monotonic()
         return self._met + 1
+
+    async def beat(self, rank: int, incarnation: int) -> None:
+        """A sign of life."""
+        if self.live.get(rank) == incarnation:
+            self._beats[rank] = time.monotonic()
+
+    async def silent(self, seconds: float) -> list[int]:
+        """Those who gave no sign of life for so long."""
+        return [rank for rank in self.live if time.monotonic() - self._beats[rank] > seconds]
 
     async def leave(self, rank: int) -> None:
         self.live.pop(rank, None)
@@ -126,13 +138,13 @@ class Hub:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def news(self, seconds: float) -> list[Report]:
-        """Reports since the last call; waits for one, but not longer than that."""
+    async def news(self, seconds: float) -> tuple[int, list[Report]]:
+        """Steps of all, and reports since the last call; waits for one, but not longer than that."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), seconds)
         told, self._told = self._told, []
         self._news.clear()
-        return told
+        return self._orders.total, told
 
     async def order(self, stop: bool, lr_scale: float) -> None:
         self._orders = self._orders._replace(stop=stop, lr_scale=lr_scale)
@@ -154,12 +166,26 @@ class Member:
         self._get = ray.get
         self.client: Client | None = None
         self._entered = False
+        self._finished = threading.Event()
         self._learned: Learned | None = None
         self._values: dict[str, float] = {}
         self._clock: dict[str, float] = {}
-        self._round: int = ray.get(hub.join.remote(rank, incarnation))
         self._pending: Any = None
         self._together = config.sync.mode in BARRIER_MODES
+        self._round = 0
+        if not incarnation:
+            self.join()
+
+    def join(self) -> None:
+        """From now on the others wait for it, in modes in which they do; and it must give signs of life."""
+        self._round = self._get(self._hub.join.remote(self.rank, self._incarnation))
+        seconds = self._config.sync.heartbeat / 4
+
+        def beat() -> None:
+            while not self._finished.wait(seconds):
+                self._hub.beat.remote(self.rank, self._incarnation)
+
+        threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
     def attach(self, learner: Learner) -> None:
         connections = [Connection(address, self._token) for address in self._servers]
@@ -167,13 +193,16 @@ class Member:
         if not self._incarnation:
             self.enter(learner)
 
-    def enter(self, learner: Learner) -> None:
+    def enter(self, learner: Learner, own: int = 0) -> bool:
         """The first ones are there before anybody begins. A later one joins between two rounds of the others, at the hub, and
         takes part in updates from its first own: earlier, they would wait for it while it waits for them."""
         if not self._entered:
+            if self._incarnation and own * self.size < self._config.first_update:
+                return False
             assert self.client is not None
             self.client.attach(learner)
             self._entered = True
+        return True
 
     def tell(self, learned: Learned | None, values: dict[str, float], clock: dict[str, float]) -> None:
         """What the next report holds, besides the steps."""
@@ -186,6 +215,7 @@ class Member:
 
     def finish(self, steps: int) -> None:
         """Nobody waits for it any more."""
+        self._finished.set()
         if self.client is not None:
             self.client.leave()
             self.client.close()
@@ -226,6 +256,7 @@ class LearnerActor:
         self, config: Config, rank: int, incarnation: int, hub: Any, servers: Sequence[Address], token: str, here: int
     ) -> None:
         torch.set_num_threads(1)
+        self._late = incarnation > 0
         self._team = Member(config, rank, incarnation, hub, servers, token, here)
         self._worker = Worker(config, self._team)
         self._worker.build()
@@ -233,17 +264,22 @@ class LearnerActor:
     def ready(self) -> None:
         """It can be called when everything is made."""
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def run(self) -> int:
         """Until it is told to stop; -> its steps."""
         worker, team = self._worker, self._team
         try:
+            if self._late:
+                team.join()
             worker.start()
             while not worker.over:
                 learned = worker.round()
                 client = team.client
                 assert client is not None
                 more = {"sent": client.bytes_sent, "push": client.wait_seconds, "rejected": client.rejected}
-                team.tell(learned, worker.values(), worker.clock() | more | {"steps": worker.collector.steps})
+                team.tell(learned, worker.values(), worker.clock() | more)
             team.finish(worker.collector.steps)
         finally:
             worker.close()
@@ -305,7 +341,8 @@ class Fleet:
         self.steps = 0
         self.team = Orderer(self)
         self._clocks: dict[int, dict[str, float]] = {}
-        self._gone: dict[str, float] = {}
+        self._gone: dict[str, float] = {}  # counts of learners that were replaced
+        self._notes: list[str] = []
         self._values: dict[int, dict[str, float]] = {}
 
     def summary(self) -> list[str]:
@@ -326,7 +363,7 @@ class Fleet:
             )  # fmt: skip
             self._open.callback(ray.shutdown)
         first = Learner(config, self.envs.spec, self.device)
-        self.flat, initial = Flat(first.net, self.device), first.flat.data.numpy().copy()
+        self._net, self.flat, initial = first.net, first.flat, first.flat.data.numpy().copy()
         spread = {"num_cpus": 1}
         token = secrets.token_hex(16)
         parts = [initial[r] for r in ranges(len(initial), config.sync.servers)]
@@ -336,20 +373,27 @@ class Fleet:
         addresses = [ray.get(self._servers[0].listen.remote(others)), *others]
         self._client = Client(config, -1, 0, len(initial), [Connection(address, token) for address in addresses])
         self._open.callback(self._client.close)
-        actor = ray.remote(**spread)(LearnerActor)
+        self._made = ray.remote(max_concurrency=2, **spread)(LearnerActor)
+        self._about = (addresses, token)
         for made in self._servers:
             self._open.callback(ray.kill, made)
-        self._learners = [
-            actor.remote(config, rank, 0, self._hub, addresses, token, config.learners)
-            for rank in range(config.learners)
-        ]
+        self._incarnations = [0] * config.learners
+        self._learners = [self._learner(rank) for rank in range(config.learners)]
+        self._open.callback(self._end)
+        self._running: dict[Any, int] = {}  # what ends with a learner -> its rank
+        self._looked = time.monotonic()
+
+    def _learner(self, rank: int) -> Any:
+        c = self.config
+        return self._made.remote(c, rank, self._incarnations[rank], self._hub, *self._about, c.learners)
+
+    def _end(self) -> None:
         for learner in self._learners:
-            self._open.callback(ray.kill, learner)
-        self._running: list[Any] = []
+            self._ray.kill(learner)
 
     def start(self) -> None:
         self._ray.get([learner.ready.remote() for learner in self._learners])
-        self._running = [learner.run.remote() for learner in self._learners]
+        self._running = {learner.run.remote(): rank for rank, learner in enumerate(self._learners)}
 
     @property
     def over(self) -> bool:
@@ -358,17 +402,48 @@ class Fleet:
     def round(self) -> Learned | None:
         """Whatever was reported since the last time."""
         learned = self._news(PATIENCE)
-        ended, _ = self._ray.wait(self._running, num_returns=len(self._running), timeout=0)
-        self._ray.get(ended)  # raises what ended one
+        if not self.over:
+            self._look_after()
         return added(learned, self.settle()) if self.over else learned
+
+    def _look_after(self) -> None:
+        """Replace learners that died or give no sign of life. One that failed by itself would fail again: it ends the run."""
+        ended, _ = self._ray.wait(list(self._running), num_returns=len(self._running), timeout=0)
+        for ref in ended:
+            rank = self._running[ref]
+            try:
+                self._ray.get(ref)
+                del self._running[ref]
+            except self._ray.exceptions.RayActorError:
+                self._replace(rank, "ended")
+        heartbeat = self.config.sync.heartbeat
+        if time.monotonic() - self._looked > heartbeat / 4:
+            self._looked = time.monotonic()
+            for rank in self._ray.get(self._hub.silent.remote(heartbeat)):
+                self._replace(rank, f"gave no sign of life for {heartbeat:g} s")
+
+    def _replace(self, rank: int, what: str) -> None:
+        self._ray.kill(self._learners[rank])
+        self._ray.get(self._hub.give_up.remote(rank))
+        if (clock := self._clocks.pop(rank, None)) is not None:
+            for name in SUMS:
+                self._gone[name] = self._gone.get(name, 0.0) + clock.get(name, 0.0)
+        self._running = {ref: r for ref, r in self._running.items() if r != rank}
+        self._incarnations[rank] += 1
+        self._learners[rank] = self._learner(rank)
+        self._running[self._learners[rank].run.remote()] = rank
+        self._notes.append(f"learner {rank} {what} at step {self.steps:,}: a new one takes its place")
 
     def _news(self, seconds: float) -> Learned | None:
         learned: Learned | None = None
-        for report in self._ray.get(self._hub.news.remote(seconds)):
+        self.steps, told = self._ray.get(self._hub.news.remote(seconds))
+        for report in told:
+            if report.incarnation != self._incarnations[report.rank]:
+                continue
             if report.clock:
-                self._clocks[report.rank], self._values[report.rank] = report.clock, report.values
+                self._values[report.rank] = report.values
+                self._clocks[report.rank] = report.clock
             learned = added(learned, report.learned)
-        self.steps = int(sum(clock["steps"] for clock in self._clocks.values()))
         return learned
 
     @contextlib.contextmanager
@@ -380,15 +455,15 @@ class Fleet:
         """At the end, when all learners have ended, too: what they said last."""
         if not self.over or not self._running:
             return None
-        self._ray.get(self._running)
-        self._running = []
+        self._ray.wait(list(self._running), num_returns=len(self._running), timeout=self.config.sync.heartbeat)
+        self._running = {}
         return self._news(0.0)
 
     def exploded(self) -> bool:
         return not bool(self._client.newest().abs().max() < EXPLODED)
 
     def note(self) -> str:
-        return ""
+        return self._notes.pop(0) if self._notes else ""
 
     def values(self) -> dict[str, float]:
         """Means over the learners; counts are sums."""
@@ -421,16 +496,20 @@ class Fleet:
             "wait",
             "bytes",
         }
-        out = {n: sum(clock.get(n, 0.0) for clock in every) for n in names}
+        out = {n: self._gone.get(n, 0.0) + sum(clock.get(n, 0.0) for clock in every) for n in names}
         for name in names - set(SUMS):
             out[name] /= max(1, len(every))
-        return out | {"wall": time.perf_counter()}
+        return out | {"wall": time.perf_counter(), "steps": self.steps}
 
     def save(self, checkpoints: Checkpoints, more: State, stuck: bool = False) -> None:
-        pass
+        """The weights alone, so far."""
+        with self.lend():
+            checkpoints.save_weights(self.steps, asdict(self.envs.spec), self._net.state_dict())
 
     def load(self, checkpoints: Checkpoints) -> State:
-        raise ConfigError("a run on Ray cannot be resumed yet.")
+        raise ConfigError(
+            "a run with learners on Ray cannot be resumed yet: its checkpoints hold weights alone. Start it again, or use torchrun."
+        )
 
     def close(self) -> None:
         self._open.close()

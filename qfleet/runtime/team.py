@@ -46,8 +46,8 @@ class Team(Protocol):
         """From now on the learner agrees with the others."""
         ...
 
-    def enter(self, learner: Learner) -> None:
-        """Before updates: one that joined a run that was going on takes part from here on."""
+    def enter(self, learner: Learner, own: int) -> bool:
+        """Before updates, with its own steps so far: may it? One that joined a run that was going on takes part from then on."""
         ...
 
     def meet(self, steps: int) -> int:
@@ -84,8 +84,8 @@ class Alone:
     def attach(self, learner: Learner) -> None:
         pass
 
-    def enter(self, learner: Learner) -> None:
-        pass
+    def enter(self, learner: Learner, own: int) -> bool:
+        return True
 
     def meet(self, steps: int) -> int:
         return steps
@@ -205,8 +205,8 @@ class Ranks:
 
         learner.agree = agree
 
-    def enter(self, learner: Learner) -> None:
-        pass
+    def enter(self, learner: Learner, own: int) -> bool:
+        return True
 
     def meet(self, steps: int) -> int:
         mine = [steps, self._stop, self.lr_scale if self.rank == 0 else 0.0]

@@ -157,9 +157,8 @@ class Worker:
 
     def _learn(self) -> Learned | None:
         own = self.stored_steps - self.collector.others
-        if not self.replay.ready:
+        if not self.replay.ready or not self.team.enter(self.learner, own):
             return None
-        self.team.enter(self.learner)
         due = self.limiter.updates_due(self.team.counted(own, self.stored_steps), self.learner.updates)
         if due == 0:
             return None

@@ -1,6 +1,7 @@
 """Learners and servers on a real, local Ray."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ def ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def trained(folder: Path, mode: str, **more: Any) -> qfleet.Run:
+def trained(folder: Path, mode: str, total_steps: int = 3000, **more: Any) -> qfleet.Run:
     overrides = SETTINGS | {"sync.mode": mode} | {k.replace("__", "."): v for k, v in more.items()}
     return qfleet.train(
         "CartPole-v1",
         recipe="dqn",
         seed=3,
-        total_steps=3000,
+        total_steps=total_steps,
         run_dir=folder,
         device="cpu",
         overrides=overrides,
@@ -60,6 +61,39 @@ def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) 
     for other in weights[1:]:
         assert all((other[name] == value).all() for name, value in weights[0].items())
     assert numbers(runs[0]) == numbers(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"), [("sync", signal.SIGKILL), ("async", signal.SIGSTOP), ("ssp", signal.SIGKILL)]
+)
+def test_a_learner_that_dies_or_hangs_is_replaced(
+    ray: None, mode: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qfleet.runtime.cluster import Fleet
+
+    notes: list[str] = []
+    news, note = Fleet._news, Fleet.note
+    hit: list[int] = []
+
+    def disturbed(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 1000 and not hit:
+            hit.append(self._ray.get(self._learners[1].pid.remote()))
+            os.kill(hit[0], number)
+        return learned
+
+    def heard(self: Fleet) -> str:
+        notes.append(note(self))
+        return notes[-1]
+
+    monkeypatch.setattr(Fleet, "_news", disturbed)
+    monkeypatch.setattr(Fleet, "note", heard)
+    run = trained(tmp_path / "run", mode, sync__heartbeat=2.0, total_steps=20_000)
+    told = [text for text in notes if text]
+    assert len(told) == 1 and "learner 1" in told[0] and "takes its place" in told[0]
+    assert ("no sign of life" in told[0]) == (number == signal.SIGSTOP)
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 20_000
+    assert run.evaluation is not None
 
 
 def test_bad_input(tmp_path: Path) -> None:
