@@ -9,7 +9,7 @@
 | learner, a round | the hub: in modes with a barrier until all live | their reports, or the supervisor, which removes those  |
 |                  | learners have reported the round; else nothing  | that are dead or silent                                |
 | learner, a push  | as the policy says (qfleet.sync.server)         | the same                                               |
-| supervisor       | news at the hub, at most a part of a heartbeat  | any report, or time                                    |
+| supervisor       | news at the hub, at most PATIENCE seconds       | any report, or time                                    |
 
 Shutdown: the hub says stop, learners end after their round, `close` kills what is left.
 """
@@ -192,6 +192,8 @@ class Member:
         self.client = Client(self._config, self.rank, self._incarnation, len(learner.flat.data), connections)
         if not self._incarnation:
             self.enter(learner)
+        else:  # to act with, until it enters
+            learner.flat.data.copy_(self.client.newest())
 
     def enter(self, learner: Learner, own: int = 0) -> bool:
         """The first ones are there before anybody begins. A later one joins between two rounds of the others, at the hub, and

@@ -1,0 +1,103 @@
+"""A push and a pull of the Nature network's parameters (6.76 MB), without applying them: our wire against Ray's own transfer.
+
+    python benchmarks/wire.py
+
+Both to one server process on this machine, medians of 41 calls each. Ray: an array as an argument; an array as a result; and the best it can do for a
+pull, a reference to an object that was put once for all readers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from common import median, record
+
+SIZE = 1_690_000
+
+
+def serve(port: Any) -> None:
+    from qfleet.sync.wire import Listener
+
+    params = np.zeros(4 * SIZE, np.uint8)
+
+    async def push(args: list[Any], arrays: list[Any]) -> Any:
+        return len(arrays[0]), ()
+
+    async def pull(args: list[Any], arrays: list[Any]) -> Any:
+        return None, [params]
+
+    async def run() -> None:
+        port.put(Listener({"push": push, "pull": pull}, "token", "127.0.0.1").port)
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+def milliseconds(call: Callable[[], Any], repeats: int = 41) -> float:
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return median(times) * 1e3
+
+
+def main() -> None:
+    import ray
+
+    from qfleet.sync.wire import Connection
+
+    context = multiprocessing.get_context("spawn")
+    port = context.Queue()
+    server = context.Process(target=serve, args=(port,), daemon=True)
+    server.start()
+    ours = Connection(("127.0.0.1", port.get()), "token")
+    array = np.random.default_rng(0).standard_normal(SIZE, np.float32)
+    small = array[:17_000]
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+
+    class Actor:
+        def __init__(self) -> None:
+            self.array = np.zeros(SIZE, np.float32)
+            self.shared = [ray.put(self.array)]
+
+        async def push(self, array: Any) -> int:
+            return len(array)
+
+        async def pull(self) -> Any:
+            return self.array
+
+        async def pull_shared(self) -> Any:
+            return self.shared
+
+    actor = ray.remote(num_cpus=0)(Actor).remote()
+    ray.get(actor.pull.remote())
+    rows = {
+        "push, ours": lambda: ours("push", [], [array.view(np.uint8)]).receive(),
+        "push, Ray": lambda: ray.get(actor.push.remote(array)),
+        "pull, ours": lambda: ours("pull").receive(),
+        "pull, Ray, an array": lambda: ray.get(actor.pull.remote()),
+        "pull, Ray, a shared object": lambda: ray.get(ray.get(actor.pull_shared.remote())[0]).sum,
+        "push of 68 kB, ours": lambda: ours("push", [], [small.view(np.uint8)]).receive(),
+        "push of 68 kB, Ray": lambda: ray.get(actor.push.remote(small)),
+    }
+    got = {name: milliseconds(call) for name, call in rows.items()}
+    for name, ms in got.items():
+        print(f"{name:28s} {ms:6.2f} ms")
+    ratios = {
+        "push": got["push, ours"] / got["push, Ray"],
+        "pull": got["pull, ours"] / min(got["pull, Ray, an array"], got["pull, Ray, a shared object"]),
+    }
+    print(f"ours / Ray: push {ratios['push']:.2f}, pull {ratios['pull']:.2f} (against the faster of Ray's)")
+    record("wire", {"milliseconds": got, "ratios": ratios})
+    ours.close()
+    server.terminate()
+
+
+if __name__ == "__main__":
+    main()
