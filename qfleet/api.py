@@ -114,6 +114,7 @@ def train(
         settings = replace(settings, run_dir=str(folder))
         started = False
     with team.joined(settings) as mine:
+        settings = replace(settings, learners=max(settings.learners, mine.size))
         return _train(settings, Path(mine.first(str(folder))), mine, started, resume is not None, progress)
 
 

@@ -125,8 +125,8 @@ class Learner:
         self._has_modes = any(isinstance(m, MODAL) for m in self.net.modules())  # only a user's module can
         self.optimizer = Optimizer(config, self.flat.data)
         self.updates = 0
-        # What happens with a gradient and the number of samples behind it. With several learners, sync takes this place.
-        self.agree: Callable[[Tensor, int], None] = lambda grad, samples: self.apply(grad)
+        # With several learners: what happens with a gradient and the number of samples behind it.
+        self.sync: Callable[[Tensor, int], None] | None = None
         self.wait_seconds = 0.0  # of the host, for a device
         self.lr = config.learner.lr
         self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
@@ -216,7 +216,10 @@ class Learner:
                 target = self.targets(part, self.updates)
                 for batch, batch_target in zip(unbind(part, size), torch.split(target, size), strict=True):
                     grad, priority, loss, raw = self.grads(batch, batch_target, self.updates)
-                    self.agree(grad, size)
+                    if self.sync is None:
+                        self.apply(grad)
+                    else:
+                        self.sync(grad, size)
                     source.update_priorities(batch.id, priority)
                     total_loss = total_loss + loss
         q = self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean()
@@ -336,6 +339,13 @@ class Learner:
         self.updates, self.lr = state["updates"], state["lr"]
 
 
+def clip(grad: Tensor, most: float) -> None:
+    """Its norm becomes at most that, in place."""
+    scale = most / (torch.linalg.vector_norm(grad) + 1e-6)
+    if grad.device.type != "cpu" or scale < 1.0:  # looking costs nothing on the CPU, and a stall elsewhere
+        grad.mul_(scale.clamp_(max=1.0))
+
+
 class Optimizer:
     """Clipping, then Adam, RMSprop or SGD, on one flat buffer, in place."""
 
@@ -362,9 +372,7 @@ class Optimizer:
             return
         self.step += 1
         if self.clip:
-            scale = self.clip / (torch.linalg.vector_norm(grad) + 1e-6)
-            if grad.device.type != "cpu" or scale < 1.0:  # looking costs nothing on the CPU, and a stall elsewhere
-                grad.mul_(scale.clamp_(max=1.0))
+            clip(grad, self.clip)
         if self.kind == "adam":
             # The kernel behind torch.optim.Adam(fused=True); its Python wrapper costs as much as the kernel here.
             torch._fused_adam_(

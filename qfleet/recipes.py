@@ -142,7 +142,6 @@ FAMILIES: dict[str, Settings] = {
 # --- what a family needs on a GPU: more environments at once, and larger batches ----------------------------------------
 
 GPU: dict[str, Settings] = {
-    # More environments learn less from a step: none of them gets far into its game (benchmarks/results/gpu.md).
     "atari": {
         "env.num_envs": 128,
         "runtime.groups": 2,

@@ -198,22 +198,29 @@ class Checkpoints:
         all_saved()
         self._prune()
 
-    def save_weights(self, step: int, spec: State, model: State, name: str = "step") -> None:
-        """The weights alone: nothing can be resumed from them."""
+    def save_weights(self, step: int, spec: State, model: State) -> None:
+        """A checkpoint of weights alone: nothing can be resumed from it."""
+        self._write_weights("step", step, spec, model)
+        self._prune_steps()
+
+    def _write_weights(self, name: str, step: int, spec: State, model: State) -> None:
         state = {"learner": {"model": model}, "spec": spec, "step": step}
         _write_folder(self.dir / f"{name}_{step:09d}", state, [])
 
     def save_best(self, step: int, spec: State, model: State) -> None:
         """The weights of the best evaluation so far."""
-        self.save_weights(step, spec, model, "best")
+        self._write_weights("best", step, spec, model)
         _link(self.dir, "best", f"best_{step:09d}")
         for old in self.dir.glob("best_*"):
             if old.name != f"best_{step:09d}":
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _prune(self) -> None:
+    def _prune_steps(self) -> None:
         for old in sorted(self.dir.glob("step_*"))[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
+
+    def _prune(self) -> None:
+        self._prune_steps()
         used = {s["file"] for s in self._segments}
         for rows in (self.dir / "replay").iterdir():
             if rows.name not in used:

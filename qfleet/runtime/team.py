@@ -146,15 +146,20 @@ def joined(config: Config) -> Iterator[Team]:
 
 
 def check(config: Config, size: int) -> None:
-    """Can so many learners do this together?"""
+    """Can a launcher's processes do this together?"""
     if config.learners not in (1, size):
         raise ConfigError(
-            f"learners is {config.learners}, but the launcher started {size} processes: leave --learners out."
+            f"learners is {config.learners}, but the launcher started {size} processes: leave --learners out, or resume with as many as there were."
         )
     if config.sync.over == "server":
         raise ConfigError(
-            f"sync.mode {config.sync.mode} over a server is not there yet: use sync, localsgd, diloco, admm, or easgd with --sync.transport allreduce."
+            f"sync.mode {config.sync.mode} over a server is for learners on Ray (--learners {size}, without a launcher). Under one use sync, localsgd, diloco, admm, or easgd with --sync.transport allreduce."
         )
+    check_division(config, size)
+
+
+def check_division(config: Config, size: int) -> None:
+    """Can the work be divided among so many learners?"""
     if config.env.num_envs % size:
         raise ConfigError(
             f"env.num_envs {config.env.num_envs} cannot be divided among {size} learners: change it to a multiple of {size}."
@@ -203,7 +208,7 @@ class Ranks:
             with together():
                 step(grad, samples)
 
-        learner.agree = agree
+        learner.sync = agree
 
     def enter(self, learner: Learner, own: int) -> bool:
         return True

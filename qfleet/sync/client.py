@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qfleet.config import BARRIER_MODES, GRADIENT_MODES, Config
-from qfleet.learner import Learner
+from qfleet.learner import Learner, clip
 from qfleet.sync import codecs
 from qfleet.sync.local import Local
 from qfleet.sync.policies import Push
@@ -46,17 +46,15 @@ class Client:
         if sync.mode in BARRIER_MODES:  # as many updates as those who were here before
             learner.updates = self.version * (1 if sync.mode in GRADIENT_MODES else sync.local_steps)
         if sync.mode in GRADIENT_MODES:
-            learner.agree = lambda grad, samples: self._gradient(learner, grad, samples)
+            learner.sync = lambda grad, samples: self._gradient(learner, grad, samples)
         else:
             local = Local(sync, c.target_interval, self._config.learners, self._params, self)
-            learner.agree = lambda grad, samples: local.step(learner, grad, samples)
+            learner.sync = lambda grad, samples: local.step(learner, grad, samples)
 
     def _gradient(self, learner: Learner, grad: Tensor, samples: int) -> None:
-        clip, before = self._config.learner.grad_clip, self._target_version
-        if clip:  # only here the whole gradient is known
-            norm = float(torch.linalg.vector_norm(grad))
-            if norm > clip:
-                grad.mul_(clip / (norm + 1e-6))
+        before = self._target_version
+        if most := self._config.learner.grad_clip:  # only here the whole gradient is known
+            clip(grad, most)
         self._push(grad, samples, learner.lr)
         learner.flat.data.copy_(self._params)
         learner.updates += 1

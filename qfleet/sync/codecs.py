@@ -2,7 +2,7 @@
 
 | codec | bytes a number | what is lost                                                                                |
 |-------|----------------|---------------------------------------------------------------------------------------------|
-| fp32  | 4              | nothing (a float64 vector is sent as such)                                                  |
+| fp32  | 4              | nothing                                                                                     |
 | bf16  | 2              | rounded up or down at random, right in the mean                                             |
 | int8  | 1.016          | the same, in 255 levels of the largest number among 256 neighbours                          |
 | topk  | 8 · sync.topk  | all but the largest: the rest is kept and added to the next vector (error feedback)         |
@@ -54,8 +54,8 @@ class Plain:
     def encode(self, x: Tensor) -> Array:
         return x.detach().numpy().view(np.uint8)
 
-    def decode(self, message: Array, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.from_numpy(message).view(dtype)
+    def decode(self, message: Array) -> Tensor:
+        return torch.from_numpy(message).view(torch.float32)
 
     def state(self) -> State:
         return {}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,13 +33,12 @@ from qfleet.sync.shard import Shard
 from qfleet.sync.wire import Answer, Handler
 from qfleet.types import Array
 
+KEPT = 8  # versions that can be fetched
+
 
 def as_key(values: Sequence[int]) -> Key:
     worker, incarnation, sequence = values
     return worker, incarnation, sequence
-
-
-KEPT = 8  # versions that can be fetched
 
 
 class Reply(NamedTuple):
@@ -75,7 +74,7 @@ class Server:
     ) -> None:
         sync = config.sync
         self._forward = forward
-        self.shard = Shard(config, sync, torch.from_numpy(initial.copy()))
+        self.shard = Shard(config, torch.from_numpy(initial.copy()))
         self.policy = policies.make(sync, config.learner.batch_size, config.learner.target_interval)
         self._codec = codecs.make(sync, len(initial), 0, 0)  # to decode: no state
         self._published: OrderedDict[int, Array] = OrderedDict()
@@ -164,10 +163,10 @@ class Server:
     async def newest(self, target_version: int) -> Reply:
         return self._reply(self.shard.version, target_version)
 
-    async def ticking(self, sleep: Callable[[float], Awaitable[None]], seconds: float) -> None:
-        """Close windows whose time is over, for ever."""
+    async def ticking(self, seconds: float) -> None:
+        """Look every so many seconds for windows whose time is over, for ever."""
         while True:
-            await sleep(seconds)
+            await asyncio.sleep(seconds)
             await self._act(self.policy.tick(time.monotonic()), [])
 
     async def _act(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:

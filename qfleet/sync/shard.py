@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qfleet.config import Config, SyncConfig
+from qfleet.config import GRADIENT_MODES, Config, SyncConfig
 from qfleet.learner import Optimizer
 from qfleet.sync.policies import Commit, Key
 from qfleet.types import State
@@ -21,7 +21,7 @@ def ranges(size: int, parts: int, align: int = 16) -> list[slice]:
 
 
 class Shard:
-    def __init__(self, config: Config, sync: SyncConfig, initial: Tensor) -> None:
+    def __init__(self, config: Config, initial: Tensor) -> None:
         self.params = initial.clone()
         self.target = initial.clone()
         self.version = self.target_version = 0
@@ -29,10 +29,10 @@ class Shard:
         self._staged: dict[Key, Tensor] = {}
         self._later: dict[int, Commit] = {}
         self._tau = config.learner.tau
-        gradients = sync.mode in ("sync", "async", "window", "ssp")
         # Whoever pushes clips: only it knows the whole gradient.
         plain = replace(config, learner=replace(config.learner, grad_clip=0.0))
-        self._rule = Optimizer(plain, self.params) if gradients else Outer(sync, self.params)
+        gradients = config.sync.mode in GRADIENT_MODES
+        self._rule = Optimizer(plain, self.params) if gradients else Outer(config.sync, self.params)
 
     def stage(self, key: Key, part: Tensor) -> None:
         """A push's part of this range. It waits."""

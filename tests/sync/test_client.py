@@ -27,7 +27,7 @@ class Pupil:
     def __init__(self, config: Config, size: int) -> None:
         self.config, self.lr, self.updates = config, config.learner.lr, 0
         self.flat, self.target = Buffer(size), Buffer(size)
-        self.agree: Callable[[torch.Tensor, int], None] = lambda grad, samples: None
+        self.sync: Callable[[torch.Tensor, int], None] = lambda grad, samples: None
 
     @property
     def parameters(self) -> torch.Tensor:
@@ -129,7 +129,7 @@ def work(running: Running, workers: int, clocks: int = CLOCKS) -> list[Pupil]:
     def run(worker: int) -> None:
         pupil = pupils[worker]
         for clock in range(clocks):
-            pupil.agree(problem.worker_grad(pupil.parameters, worker, clock), BATCH)
+            pupil.sync(problem.worker_grad(pupil.parameters, worker, clock), BATCH)
 
     with ThreadPoolExecutor(workers) as pool:
         for future in [pool.submit(run, worker) for worker in range(workers)]:
@@ -166,7 +166,7 @@ def test_modes_without_a_barrier_apply_everything_once(
     """And learn: the loss on fresh data falls to a fraction."""
     on = running(mode, 2, **more)
     if more.get("window_ms"):
-        on.call(on.servers[0].ticking(asyncio.sleep, 0.0005))
+        on.call(on.servers[0].ticking(0.0005))
     work(on, 3)
     first = on.servers[0]
     assert sum(first.staleness.values()) == 300 and first.policy.version == first.shard.version
@@ -202,7 +202,7 @@ def test_a_worker_that_leaves_does_not_hold_up_the_others(running: Callable[...,
     pupil, client = Pupil(on.config, SIZE), on.client(0)
     client.attach(pupil)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: pupil.agree(problem.worker_grad(pupil.parameters, 0, 0), BATCH))
+        waiting = pool.submit(lambda: pupil.sync(problem.worker_grad(pupil.parameters, 0, 0), BATCH))
         while not on.servers[0].staleness:  # until its push has arrived
             pass
         assert not waiting.done()
@@ -220,7 +220,7 @@ def test_compressed_pushes_are_counted(running: Callable[..., Running]) -> None:
         on = running("sync", 1, learners=1, codec=codec)
         client, pupil = on.client(0), Pupil(on.config, SIZE)
         client.attach(pupil)  # type: ignore[arg-type]
-        pupil.agree(torch.ones(SIZE), BATCH)
+        pupil.sync(torch.ones(SIZE), BATCH)
         assert 0 < client.bytes_sent == on.servers[0].bytes_received <= most * 4 * SIZE
 
 
