@@ -198,18 +198,16 @@ class Checkpoints:
         all_saved()
         self._prune()
 
-    def save_weights(self, step: int, spec: State, model: State) -> None:
-        """A checkpoint of weights alone: nothing can be resumed from it."""
-        self._write_weights("step", step, spec, model)
+    def save_state(self, step: int, state: State) -> None:
+        """A checkpoint of a process that has no replay. `state` holds the network's weights under learner/model."""
+        _write_folder(self.dir / f"step_{step:09d}", {**state, "step": step}, [])
+        _link(self.dir, "last", f"step_{step:09d}")
         self._prune_steps()
-
-    def _write_weights(self, name: str, step: int, spec: State, model: State) -> None:
-        state = {"learner": {"model": model}, "spec": spec, "step": step}
-        _write_folder(self.dir / f"{name}_{step:09d}", state, [])
 
     def save_best(self, step: int, spec: State, model: State) -> None:
         """The weights of the best evaluation so far."""
-        self._write_weights("best", step, spec, model)
+        state = {"learner": {"model": model}, "spec": spec, "step": step}
+        _write_folder(self.dir / f"best_{step:09d}", state, [])
         _link(self.dir, "best", f"best_{step:09d}")
         for old in self.dir.glob("best_*"):
             if old.name != f"best_{step:09d}":

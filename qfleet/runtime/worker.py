@@ -242,13 +242,14 @@ class Worker:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoints: Checkpoints, more: State, stuck: bool = False) -> None:
-        """Between rounds, when nothing is queued; with what else is to be remembered."""
-        checkpoints.save(self.steps, {**self.state(stuck), **more}, self.replay, self.team.wait)
+    def save(self, checkpoints: Checkpoints, more: State, stuck: bool = False, step: int | None = None) -> None:
+        """Between rounds, when nothing is queued; with what else is to be remembered. `step`: as the checkpoint of that step."""
+        name = self.steps if step is None else step
+        checkpoints.save(name, {**self.state(stuck), **more}, self.replay, self.team.wait)
 
-    def load(self, checkpoints: Checkpoints) -> State:
-        """-> the whole state, with what else was remembered."""
-        state = checkpoints.load(self.replay, self.team.least)
+    def load(self, checkpoints: Checkpoints, step: int | None = None) -> State:
+        """-> the whole state, with what else was remembered. `step`: of that checkpoint, not of the newest."""
+        state = checkpoints.load(self.replay, self.team.least if step is None else lambda newest: step)
         self.load_state(state)
         return state
 
@@ -303,4 +304,8 @@ def tensors(state: Any) -> Any:
     """NumPy leaves of a loaded state as tensors."""
     if isinstance(state, dict):
         return {k: tensors(v) for k, v in state.items()}
-    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
+    if isinstance(state, list):
+        return [tensors(v) for v in state]
+    if not isinstance(state, np.ndarray):
+        return state
+    return torch.from_numpy(state if state.flags.writeable else state.copy())

@@ -1,10 +1,20 @@
-"""A learner's side of the parameter server: push, go on when the policy lets it, with the newest version of all shards."""
+"""A learner's side of the parameter server: push, go on when the policy lets it, with the newest version of all shards.
+
+Servers may go and come back elsewhere: a call that fails is made again where they are then. A push keeps its number, so it
+is not applied twice.
+
+| who                 | waits for                        | unblocked by                                         |
+|---------------------|----------------------------------|------------------------------------------------------|
+| a call              | its answer (qfleet.sync.server)  | the server, or its end                               |
+| after one that fails| servers of a newer epoch         | `find`: whoever looks after the servers              |
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,31 +25,46 @@ from qfleet.sync import codecs
 from qfleet.sync.local import Local
 from qfleet.sync.policies import Push
 from qfleet.sync.server import Reply
-from qfleet.sync.shard import ranges
-from qfleet.sync.wire import Connection
-from qfleet.types import Array
+from qfleet.sync.shard import Copy, Position, ranges
+from qfleet.sync.wire import Address, Connection, Gone
+from qfleet.types import Array, State
+
+T = TypeVar("T")
+Find = Callable[[int], tuple[int, Sequence[Address]]]
 
 
 class Client:
-    """Worker `worker` of `servers`, whose first one has the policy."""
+    """Worker `worker`. `find(epoch)`: where the servers are, once that is newer than epoch; the first one has the policy."""
 
-    def __init__(self, config: Config, worker: int, incarnation: int, size: int, servers: Sequence[Connection]) -> None:
-        self._config, self._worker, self._incarnation = config, worker, incarnation
-        self._servers = servers
-        self._ranges = ranges(size, len(servers))
-        seed = config.seed + incarnation
+    def __init__(self, config: Config, worker: int, incarnation: int, size: int, find: Find, token: str) -> None:
+        self._config, self._worker, self.incarnation = config, worker, incarnation
+        self._find, self._token, self._epoch = find, token, -1
+        self._servers: list[Connection] = []
+        self._ranges = ranges(size, config.sync.servers)
         self._codecs = [
-            codecs.make(config.sync, r.stop - r.start, seed, worker, part) for part, r in enumerate(self._ranges)
+            codecs.make(config.sync, r.stop - r.start, config.seed + incarnation, worker, part)
+            for part, r in enumerate(self._ranges)
         ]
         self._params, self._target = torch.zeros(size), torch.zeros(size)
+        self._position = Position(-1, -1, 0.0, {})
+        self._whole = threading.Lock()  # the three above belong together
+        self._local: Local | None = None
         self._sequence = 0
-        self.version = self._target_version = -1
+        self.joined = False
         self.bytes_sent, self.wait_seconds, self.rejected = 0, 0.0, 0
         self.staleness = 0  # of the last push
+        self._connect()
+
+    @property
+    def version(self) -> int:
+        return self._position.version
+
+    # --- the learner's -----------------------------------------------------------------------------------------------
 
     def attach(self, learner: Learner) -> None:
         """The learner joins: it takes the servers' parameters, and agrees with them from now on."""
-        self._take(self._ask("join", [self._worker, self._incarnation]))
+        self._try(lambda: self._take(self._ask("join", [self._worker, self.incarnation])))
+        self.joined = True
         learner.flat.data.copy_(self._params)
         learner.target.data.copy_(self._target)
         sync, c = self._config.sync, self._config.learner
@@ -48,17 +73,17 @@ class Client:
         if sync.mode in GRADIENT_MODES:
             learner.sync = lambda grad, samples: self._gradient(learner, grad, samples)
         else:
-            local = Local(sync, c.target_interval, self._config.learners, self._params, self)
+            self._local = local = Local(sync, c.target_interval, self._config.learners, self._params, self)
             learner.sync = lambda grad, samples: local.step(learner, grad, samples)
 
     def _gradient(self, learner: Learner, grad: Tensor, samples: int) -> None:
-        before = self._target_version
+        before = self._position.target_version
         if most := self._config.learner.grad_clip:  # only here the whole gradient is known
             clip(grad, most)
         self._push(grad, samples, learner.lr)
         learner.flat.data.copy_(self._params)
         learner.updates += 1
-        if self._target_version != before:
+        if self._position.target_version != before:
             learner.target.data.copy_(self._target)
 
     def exchange(self, move: Tensor, weight: float) -> Tensor:
@@ -66,47 +91,93 @@ class Client:
         self._push(move, weight, 1.0)
         return self._params.clone()
 
+    # --- everybody's ---------------------------------------------------------------------------------------------------
+
     def newest(self) -> Tensor:
-        self._take(self._ask("newest", [self._target_version]))
+        self._try(lambda: self._take(self._ask("newest", [self._position.target_version])))
         return self._params
 
-    def leave(self) -> None:
-        """Nobody waits for this worker any more."""
-        self._servers[0]("leave", [self._worker]).receive()
+    def leave(self, worker: int | None = None) -> None:
+        """Nobody waits for this worker, or another one, any more."""
+        self._try(lambda: self._servers[0]("leave", [self._worker if worker is None else worker]).receive())
+
+    def copy(self) -> Copy:
+        """The newest version that arrived here; from any thread."""
+        with self._whole:
+            return Copy(self._position, self._params.numpy().copy(), self._target.numpy().copy())
 
     def close(self) -> None:
         for server in self._servers:
             server.close()
+        self._servers = []
+
+    def state(self) -> State:
+        """Of a client that waits for nothing."""
+        local = {} if self._local is None else self._local.state()
+        return {"sequence": self._sequence, "codecs": [codec.state() for codec in self._codecs], "local": local}
+
+    def load_state(self, state: State) -> None:
+        self._sequence = state["sequence"]
+        for codec, saved in zip(self._codecs, state["codecs"], strict=True):
+            codec.load_state(saved)
+        if self._local is not None:
+            self._local.load_state(state["local"])
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        while True:
+            self.close()
+            self._epoch, addresses = self._find(self._epoch)
+            try:
+                for address in addresses:
+                    self._servers.append(Connection(address, self._token))
+                return
+            except Gone:
+                continue
+
+    def _try(self, call: Callable[[], T]) -> T:
+        while True:
+            try:
+                return call()
+            except Gone:
+                self._connect()
 
     def _ask(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> Reply:
         return Reply.unpacked(self._servers[0](method, args, arrays).receive())
 
     def _push(self, vector: Tensor, samples: float, lr: float) -> None:
-        push = Push(self._worker, self._incarnation, self._sequence, self.version, samples, lr)
+        push = Push(self._worker, self.incarnation, self._sequence, self.version, samples, lr)
         self._sequence += 1
         messages = [codec.encode(vector[r]) for codec, r in zip(self._codecs, self._ranges, strict=True)]
-        self.bytes_sent += sum(message.nbytes for message in messages)
         began = time.perf_counter()
+        reply = self._try(lambda: self._exchange(push, messages))
+        self.staleness, self.rejected = reply.staleness, self.rejected + bool(reply.why_not)
+        self.wait_seconds += time.perf_counter() - began
+
+    def _exchange(self, push: Push, messages: Sequence[Array]) -> Reply:
+        self.bytes_sent += sum(message.nbytes for message in messages)
         for call in [s("stage", [push.key], [m]) for s, m in zip(self._servers[1:], messages[1:], strict=True)]:
             call.receive()
-        reply = self._ask("exchange", [push, self._target_version], messages[:1])
-        self.staleness, self.rejected = reply.staleness, self.rejected + bool(reply.why_not)
+        reply = self._ask("exchange", [push, self._position.target_version], messages[:1])
         self._take(reply)
-        self.wait_seconds += time.perf_counter() - began
+        return reply
 
     def _take(self, first: Reply) -> None:
         """The version that shard 0 named, from all of them."""
         while True:
-            calls = [server("fetch", [first.version, self._target_version]) for server in self._servers[1:]]
+            known = self._position.target_version
+            calls = [server("fetch", [first.position.version, known]) for server in self._servers[1:]]
             answers = [call.receive() for call in calls]
             if all(fields is not None for fields, _ in answers):
                 break
-            first = self._ask("newest", [self._target_version])  # that version was gone already
+            first = self._ask("newest", [known])  # that version was gone already
         replies = [first, *map(Reply.unpacked, answers)]
-        for r, reply in zip(self._ranges, replies, strict=True):
-            self._params[r] = torch.from_numpy(reply.params)
-            if reply.target is not None:
-                self._target[r] = torch.from_numpy(reply.target)
-        self.version = first.version
-        if len({reply.target_version for reply in replies}) == 1:
-            self._target_version = first.target_version
+        with self._whole:
+            for r, reply in zip(self._ranges, replies, strict=True):
+                self._params[r] = torch.from_numpy(reply.params)
+                if reply.target is not None:
+                    self._target[r] = torch.from_numpy(reply.target)
+            # Where a shard froze another target meanwhile, all are asked for again.
+            same = len({reply.position.target_version for reply in replies}) == 1
+            self._position = first.position if same else first.position._replace(target_version=-1)

@@ -21,6 +21,7 @@ Whoever holds a part of the parameters carries out commits in their order, and s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from qfleet.config import SyncConfig
@@ -51,6 +52,7 @@ class Commit(NamedTuple):
     parts: tuple[tuple[Key, float], ...]
     lr: float
     freeze: bool  # these parameters become the target network's
+    progress: float  # clocks of all workers that the commits up to this one amount to
 
 
 class Outcome(NamedTuple):
@@ -66,6 +68,7 @@ class Policy(Protocol):
     version: int
     progress: float  # clocks of all workers that the commits so far amount to
 
+    def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None: ...
     def join(self, worker: int, incarnation: int = 0) -> None: ...
     def leave(self, worker: int) -> list[Commit]: ...
     def offer(self, push: Push, now: float = 0.0) -> Outcome: ...
@@ -96,6 +99,10 @@ class _Base:
         self._interval = target_interval
         self.clocks: dict[int, int] = {}  # of live workers
         self._seen: dict[int, tuple[int, int]] = {}  # newest incarnation and sequence of every worker
+
+    def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None:
+        """Go on from that version. `applied`: the newest incarnation and sequence of every worker that are in it."""
+        self.version, self.progress, self._seen = version, progress, dict(applied)
 
     def join(self, worker: int, incarnation: int = 0) -> None:
         """It begins where the slowest is; a new incarnation makes pushes of the old one void."""
@@ -140,7 +147,7 @@ class _Base:
         self.version += 1
         self.progress += clocks
         parts = tuple((p.key, w) for p, w in zip(pushes, weights, strict=True))
-        return Commit(self.version, parts, lr, self._targets() > frozen)
+        return Commit(self.version, parts, lr, self._targets() > frozen, self.progress)
 
     def _targets(self) -> int:
         """How often the target network was due so far. (Thirds do not add up to one.)"""

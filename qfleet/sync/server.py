@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +29,9 @@ import torch
 from qfleet.config import Config
 from qfleet.sync import codecs, policies
 from qfleet.sync.policies import Commit, Key, Push
-from qfleet.sync.shard import Shard
+from qfleet.sync.shard import Copy, Position, Shard
 from qfleet.sync.wire import Answer, Handler
-from qfleet.types import Array
+from qfleet.types import Array, State
 
 KEPT = 8  # versions that can be fetched
 
@@ -44,23 +44,25 @@ def as_key(values: Sequence[int]) -> Key:
 class Reply(NamedTuple):
     """What a worker goes on with. Arrays are this shard's part."""
 
-    version: int
-    target_version: int
+    position: Position
     why_not: str  # its push was rejected
     staleness: int
     params: Array
     target: Array | None  # None where the worker has it
 
     def packed(self) -> Answer:
-        return list(self[:4]), [a.view(np.uint8) for a in (self.params, self.target) if a is not None]
+        version, target_version, progress, applied = self.position
+        fields = [version, target_version, progress, [[w, *newest] for w, newest in applied.items()]]
+        return [fields, *self[1:3]], [a.view(np.uint8) for a in (self.params, self.target) if a is not None]
 
     @classmethod
     def unpacked(cls, answer: Answer) -> Reply:
-        fields, arrays = answer
+        (fields, why_not, staleness), arrays = answer
         params, target = ([a.view(np.float32) for a in arrays] + [None])[:2]
         assert params is not None
-        version, target_version, why_not, staleness = fields
-        return cls(version, target_version, why_not, staleness, params, target)
+        version, target_version, progress, applied = fields
+        table = {w: (incarnation, sequence) for w, incarnation, sequence in applied}
+        return cls(Position(version, target_version, progress, table), why_not, staleness, params, target)
 
 
 class Server:
@@ -92,7 +94,7 @@ class Server:
             return None, ()
 
         async def carry_out(args: list[Any], arrays: list[Array]) -> Answer:
-            commits = [Commit(c[0], tuple((as_key(k), w) for k, w in c[1]), c[2], c[3]) for c in args[0]]
+            commits = [Commit(c[0], tuple((as_key(k), w) for k, w in c[1]), *c[2:]) for c in args[0]]
             await self.carry_out(commits, [as_key(k) for k in args[1]])
             return None, ()
 
@@ -176,6 +178,36 @@ class Server:
         else:
             self._wake()
 
+    # --- repair -------------------------------------------------------------------------------------------------------
+
+    def catch_up(self, commits: Sequence[Commit]) -> None:
+        """Those that another shard heard of and this one did not."""
+        for commit in commits:
+            if commit.version > self.shard.version:
+                self.shard.commit(commit)
+        self._forget()
+
+    def restore(self, copy: Copy, position: Position, members: Mapping[int, int]) -> None:
+        """Begin with a copy, as if it were of that position. `members`: workers that take part, and their incarnations."""
+        self.shard.move(copy, position)
+        self.policy.restore(position.version, position.progress, position.applied)
+        for worker, incarnation in members.items():
+            self.policy.join(worker, incarnation)
+        self._forget()
+
+    def load_state(self, state: State) -> None:
+        """Of the same shard, earlier."""
+        self.shard.load_state(state)
+        version, _, progress, applied = self.shard.position
+        self.policy.restore(version, progress, applied)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was published: versions are counted from somewhere else now."""
+        self._published.clear()
+        self._target = (-1, None)
+        self._wake()
+
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
@@ -193,7 +225,7 @@ class Server:
             if self._target[0] != newest:
                 self._target = (newest, self.shard.target.numpy().copy())
             target = self._target[1]
-        return Reply(version, newest, "", 0, self._published[version], target)
+        return Reply(self.shard.position._replace(version=version), "", 0, self._published[version], target)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +13,9 @@ from torch import Tensor
 from qfleet.config import GRADIENT_MODES, Config, SyncConfig
 from qfleet.learner import Optimizer
 from qfleet.sync.policies import Commit, Key
-from qfleet.types import State
+from qfleet.types import Array, State
+
+LOGGED = 256  # commits
 
 
 def ranges(size: int, parts: int, align: int = 16) -> list[slice]:
@@ -20,11 +24,33 @@ def ranges(size: int, parts: int, align: int = 16) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
+class Position(NamedTuple):
+    """How far a shard is."""
+
+    version: int
+    target_version: int
+    progress: float
+    applied: dict[int, tuple[int, int]]  # newest incarnation and sequence of every worker that are in this version
+
+
+class Copy(NamedTuple):
+    """Parameters and target of a version: a worker's, of all shards, or one shard's part of them."""
+
+    position: Position
+    params: Array
+    target: Array
+
+    def part(self, r: slice) -> Copy:
+        return self._replace(params=self.params[r].copy(), target=self.target[r].copy())
+
+
 class Shard:
     def __init__(self, config: Config, initial: Tensor) -> None:
         self.params = initial.clone()
         self.target = initial.clone()
         self.version = self.target_version = 0
+        self.progress, self.applied = 0.0, dict[int, tuple[int, int]]()
+        self.log: deque[Commit] = deque(maxlen=LOGGED)  # the newest commits, for shards that did not hear of them
         self.missing: list[Key] = []  # parts that a commit named and that were not here
         self._staged: dict[Key, Tensor] = {}
         self._later: dict[int, Commit] = {}
@@ -48,15 +74,32 @@ class Shard:
         while (due := self._later.pop(self.version + 1, None)) is not None:
             total = torch.zeros_like(self.params)
             for key, weight in due.parts:
+                self.applied[key[0]] = key[1:]
                 if (part := self._staged.pop(key, None)) is None:
                     self.missing.append(key)
                 else:
                     total.add_(part, alpha=weight)
             self._rule(total, due.lr)
-            self.version += 1
+            self.version, self.progress = due.version, due.progress
+            self.log.append(due)
+            # Parts of workers that died before they were offered: nobody will name them any more.
+            for key in [k for k in self._staged if k[1:] <= self.applied.get(k[0], (-1, -1))]:
+                del self._staged[key]
             if due.freeze:
                 self.target.lerp_(self.params, self._tau)
                 self.target_version = self.version
+
+    @property
+    def position(self) -> Position:
+        return Position(self.version, self.target_version, self.progress, dict(self.applied))
+
+    def move(self, copy: Copy, position: Position) -> None:
+        """Begin with a copy, as if it were of that position. A target that should have been frozen in between is, now."""
+        self.params.copy_(torch.tensor(copy.params))
+        self.target.copy_(torch.tensor(copy.target))
+        if position.target_version > copy.position.target_version:
+            self.target.lerp_(self.params, self._tau)
+        self.version, self.target_version, self.progress, self.applied = position
 
     def state(self) -> State:
         return {
@@ -65,13 +108,16 @@ class Shard:
             "rule": self._rule.state(),
             "version": self.version,
             "target_version": self.target_version,
+            "progress": self.progress,
+            "applied": [[worker, *newest] for worker, newest in self.applied.items()],
         }
 
     def load_state(self, state: State) -> None:
         self.params.copy_(state["params"])
         self.target.copy_(state["target"])
         self._rule.load_state(state["rule"])
-        self.version, self.target_version = state["version"], state["target_version"]
+        self.version, self.target_version, self.progress = state["version"], state["target_version"], state["progress"]
+        self.applied = {worker: (incarnation, sequence) for worker, incarnation, sequence in state["applied"]}
 
 
 class Outer:

@@ -15,12 +15,14 @@ Ray would carry these calls, too; but a small push takes it 1.5 ms and the gradi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,12 +30,17 @@ from qfleet.types import Array
 
 HEADER = struct.Struct("<IQ")
 BUFFER = 4 << 20  # of a socket
+T = TypeVar("T")
 Address = tuple[str, int]
 Answer = tuple[Any, Sequence[Array]]  # what can be written as JSON, and arrays
 
 
 class WireError(RuntimeError):
-    """The other side refused the call, or is gone."""
+    """The other side refused the call."""
+
+
+class Gone(WireError):
+    """The other side does not answer any more."""
 
 
 def _pack(header: dict[str, Any], arrays: Sequence[Array]) -> bytes:
@@ -48,6 +55,10 @@ def _unpack(header: dict[str, Any], payload: Array) -> list[Array]:
 
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanishes is found, too
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     for which in (socket.SO_RCVBUF, socket.SO_SNDBUF):
         sock.setsockopt(socket.SOL_SOCKET, which, BUFFER)
 
@@ -62,7 +73,7 @@ class Connection:
         try:
             self._sock = socket.create_connection(address, timeout=timeout)
         except OSError as e:
-            raise WireError(f"no server answers at {address[0]}:{address[1]} ({e.strerror or e})") from None
+            raise Gone(f"no server answers at {address[0]}:{address[1]} ({e.strerror or e})") from None
         _tune(self._sock)
         try:
             self("hello", [token]).receive()
@@ -76,7 +87,7 @@ class Connection:
             for array in arrays:
                 self._sock.sendall(array.data)
         except OSError as e:
-            raise WireError(f"the server is gone ({e.strerror or e})") from None
+            raise Gone(f"the server is gone ({e.strerror or e})") from None
         return self
 
     def receive(self) -> Answer:
@@ -94,13 +105,16 @@ class Connection:
             try:
                 more = self._sock.recv_into(view[got:], size - got, socket.MSG_WAITALL)
             except OSError as e:
-                raise WireError(f"the server is gone ({e.strerror or e})") from None
+                raise Gone(f"the server is gone ({e.strerror or e})") from None
             if more == 0:
-                raise WireError("the server is gone (it closed the connection)")
+                raise Gone("the server is gone (it closed the connection)")
             got += more
         return out
 
     def close(self) -> None:
+        """Also while another thread waits for an answer, which then fails."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
@@ -191,6 +205,31 @@ class Peer:
                 header = json.loads((await _read(loop, sock, size + payload_size)).tobytes())
                 if "error" in header:
                     raise WireError(header["error"])
+
+
+class Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="event loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """From any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        async def end() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        self.run(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 async def _read(loop: asyncio.AbstractEventLoop, peer: socket.socket, size: int) -> Array:

@@ -1,6 +1,7 @@
 """Learners and servers on a real, local Ray."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import qfleet
 from qfleet.config import ConfigError
 from qfleet.runtime import checkpoint
+from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.train import Trainer
 
 SETTINGS: dict[str, Any] = {
     "env.num_envs": 4, "network.hidden": (32, 32), "replay.min_steps": 200, "learner.batch_size": 16, "replay.samples_per_step": 8.0,
@@ -63,37 +66,104 @@ def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) 
     assert numbers(runs[0]) == numbers(runs[1])
 
 
+@pytest.mark.parametrize(("mode", "codec"), [("sync", "int8"), ("diloco", "fp32")])
+def test_resumed_it_goes_on_exactly(
+    ray: None, mode: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped by a signal soon after the first checkpoint: two checkpoints of everybody's parts."""
+    settings = {"sync__servers": 2, "sync__codec": codec, "sync__local_steps": 4}
+    whole = trained(tmp_path / "whole", mode, **settings)
+    save = Trainer._save
+
+    def interrupted(self: Trainer, stuck: bool = False) -> None:
+        save(self, stuck)
+        self.signal = signal.SIGTERM
+
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, "_save", interrupted)
+        part = trained(tmp_path / "part", mode, **settings, runtime__checkpoint_every=1000)
+    assert part.stop_reason == "signal" and len(list((part.dir / "checkpoints").glob("step_*"))) == 2
+    resumed = qfleet.train(resume=part.dir, progress=False)
+    states = [checkpoint.read((run.dir / "checkpoints/last").resolve())[0] for run in (whole, resumed)]
+    weights = [state["learner"]["model"] for state in states]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    assert states[0]["step"] == states[1]["step"] and states[0]["cluster"]["hub"] == states[1]["cluster"]["hub"]
+
+
+def test_a_learner_without_its_part_begins_anew(ray: None, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "async", total_steps=2000)
+    shutil.rmtree(next((tmp_path / "run/learners/1/checkpoints").glob("step_*")))
+    more = qfleet.train(resume=run.dir, total_steps=4000, progress=False)
+    assert more.stop_reason == "total_steps" and more.metrics[-1]["step"] >= 4000
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    assert state["cluster"]["incarnations"] == [0, 1]
+
+
+Hit = tuple[str, int, int]  # "learner" or "server", its number, the signal
+
+
+def disturbed(monkeypatch: pytest.MonkeyPatch, hits: list[Hit], at: int = 1000) -> list[str]:
+    """Once that many steps are made, these processes get these signals. -> what the run says of it."""
+    notes: list[str] = []
+    news, note = Fleet._news, Fleet.note
+
+    def disturb(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        while self.steps > at and hits:
+            kind, which, number = hits.pop()
+            hit = (self._learners if kind == "learner" else self._servers)[which]
+            os.kill(self._ray.get(hit.pid.remote()), number)
+        return learned
+
+    def heard(self: Fleet) -> str:
+        text = note(self)
+        notes.extend([text] if text else [])
+        return text
+
+    monkeypatch.setattr(Fleet, "_news", disturb)
+    monkeypatch.setattr(Fleet, "note", heard)
+    return notes
+
+
 @pytest.mark.parametrize(
     ("mode", "number"), [("sync", signal.SIGKILL), ("async", signal.SIGSTOP), ("ssp", signal.SIGKILL)]
 )
 def test_a_learner_that_dies_or_hangs_is_replaced(
     ray: None, mode: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qfleet.runtime.cluster import Fleet
-
-    notes: list[str] = []
-    news, note = Fleet._news, Fleet.note
-    hit: list[int] = []
-
-    def disturbed(self: Fleet, seconds: float) -> Any:
-        learned = news(self, seconds)
-        if self.steps > 1000 and not hit:
-            hit.append(self._ray.get(self._learners[1].pid.remote()))
-            os.kill(hit[0], number)
-        return learned
-
-    def heard(self: Fleet) -> str:
-        notes.append(note(self))
-        return notes[-1]
-
-    monkeypatch.setattr(Fleet, "_news", disturbed)
-    monkeypatch.setattr(Fleet, "note", heard)
+    told = disturbed(monkeypatch, [("learner", 1, number)])
     run = trained(tmp_path / "run", mode, sync__heartbeat=2.0, total_steps=20_000)
-    told = [text for text in notes if text]
     assert len(told) == 1 and "learner 1" in told[0] and "takes its place" in told[0]
     assert ("no sign of life" in told[0]) == (number == signal.SIGSTOP)
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 20_000
     assert run.evaluation is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "servers", "hits"),
+    [
+        ("sync", 1, ["server 0"]),
+        ("async", 2, ["server 0"]),
+        ("sync", 2, ["server 1"]),
+        ("diloco", 2, ["server 0", "server 1"]),
+        ("ssp", 2, ["server 1", "learner 0"]),
+    ],
+)
+def test_a_server_that_dies_is_restarted(
+    ray: None, mode: str, servers: int, hits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victims: list[Hit] = [(hit.split()[0], int(hit.split()[1]), signal.SIGKILL) for hit in hits]
+    told = disturbed(monkeypatch, victims)
+    run = trained(tmp_path / "run", mode, sync__servers=servers, total_steps=6000)
+    assert len(told) == len(hits)
+    for hit in hits:
+        text = next(text for text in told if hit in text)
+        assert ("was restarted: its parameters are those of version" in text) == hit.startswith("server")
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+    # The servers agree on the version, and on what is in it.
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    first, *others = state["cluster"]["servers"]
+    assert all((s["version"], s["applied"]) == (first["version"], first["applied"]) for s in others)
 
 
 def test_bad_input(tmp_path: Path) -> None:

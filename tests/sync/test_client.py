@@ -52,7 +52,7 @@ class Running:
     def __init__(self, config: Config, initial: torch.Tensor) -> None:
         self.config, self.size = config, len(initial)
         self.loop = asyncio.new_event_loop()
-        self._connections: list[Connection] = []
+        self._clients: list[Client] = []
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         self.servers = self.call(self._make(initial)).result()
@@ -75,17 +75,18 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def client(self, worker: int, incarnation: int = 0) -> Client:
-        connections = [Connection(("127.0.0.1", listener.port), "token", 30) for listener in self.listeners]
-        self._connections += connections
-        return Client(self.config, worker, incarnation, self.size, connections)
+        addresses = [("127.0.0.1", listener.port) for listener in self.listeners]
+        made = Client(self.config, worker, incarnation, self.size, lambda epoch: (epoch + 1, addresses), "token")
+        self._clients.append(made)
+        return made
 
     @property
     def params(self) -> torch.Tensor:
         return torch.cat([server.shard.params for server in self.servers])
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
+        for client in self._clients:
+            client.close()
 
         async def end() -> None:
             for listener in self.listeners:

@@ -1,0 +1,262 @@
+"""Where the learners of a cluster meet: who is there, how far they are, what they should do, where the servers are.
+
+It runs on a thread of the supervisor, so it lasts as long as the run; learners call it over the wire (qfleet.sync.wire).
+
+| who              | waits for                                          | unblocked by                                       |
+|------------------|----------------------------------------------------|----------------------------------------------------|
+| `report`         | in modes with a barrier: all live learners to      | their reports, or the supervisor, which removes    |
+|                  | report the round; else nothing                     | those that are dead or silent                      |
+| `saved`          | the supervisor's own part of the checkpoint        | it, or the end of the run                          |
+| `where`          | servers that are newer than those that failed      | the supervisor, which repairs them                 |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
+
+from qfleet import __version__
+from qfleet.config import BARRIER_MODES, Config
+from qfleet.learner import Learned
+from qfleet.sync.wire import Address, Answer, Handler, Listener, Loop
+from qfleet.types import Array, State
+
+T = TypeVar("T")
+FOR_EVER = 1 << 60
+
+
+class Report(NamedTuple):
+    """What a learner says after a round."""
+
+    rank: int
+    incarnation: int
+    round: int
+    steps: int
+    learned: Learned | None  # since the last report
+    values: dict[str, float]
+    clock: dict[str, float]
+
+
+class Orders(NamedTuple):
+    """What it is told."""
+
+    total: int  # steps of all learners
+    stop: bool
+    lr_scale: float
+    save: int  # step of the newest checkpoint to take part in
+
+
+def identity(config: Config) -> list[str]:
+    """Learners of one run have this in common."""
+    return [__version__, hashlib.sha256(json.dumps(asdict(config)).encode()).hexdigest()[:12]]
+
+
+class Hub:
+    """Its coroutines run in one event loop, in which nothing else can happen between two `await`s."""
+
+    def __init__(self, config: Config) -> None:
+        self._together = config.sync.mode in BARRIER_MODES
+        self._identity = identity(config)
+        self.live: dict[int, int] = {}  # rank -> incarnation
+        self._beats: dict[int, float] = {}  # when it gave its last sign of life
+        self._newest: dict[int, Report] = {}
+        self._gone = 0  # steps of incarnations that ended
+        self._wanted = self._orders = Orders(0, False, 1.0, 0)  # from the next meeting on, and until then
+        self._told: list[Report] = []
+        self._changed, self._news = asyncio.Event(), asyncio.Event()
+        self._met = -1  # the last round that all have reported
+        self._parts: dict[int, int] = {}  # step of the checkpoint each learner has saved
+        self._complete = 0  # checkpoint that is saved by all
+        self.ended: set[int] = set()  # live learners that have come to their end
+        self._final = False  # the final checkpoint is wanted
+        self._epoch, self._addresses = 0, list[Address]()
+        self.complaints = 0  # learners that wait for other servers
+
+    # --- learners --------------------------------------------------------------------------------------------------
+
+    def handlers(self) -> dict[str, Handler]:
+        """What can be called over the wire."""
+
+        async def join(args: list[Any], arrays: list[Array]) -> Answer:
+            return await self.join(*args), ()
+
+        async def beat(args: list[Any], arrays: list[Array]) -> Answer:
+            if self.live.get(args[0]) == args[1]:
+                self._beats[args[0]] = time.monotonic()
+            return None, ()
+
+        async def report(args: list[Any], arrays: list[Array]) -> Answer:
+            return await self.report(_report(args)), ()
+
+        async def last(args: list[Any], arrays: list[Array]) -> Answer:
+            return await self.last(_report(args)), ()
+
+        async def saved(args: list[Any], arrays: list[Array]) -> Answer:
+            await self.saved(*args)
+            return None, ()
+
+        async def where(args: list[Any], arrays: list[Array]) -> Answer:
+            return await self.where(*args), ()
+
+        return {f.__name__: f for f in (join, beat, report, last, saved, where)}
+
+    async def join(self, rank: int, incarnation: int, identity: list[str]) -> int:
+        """-> the round to begin with."""
+        for mine, its, what in zip(self._identity, identity, ("qfleet", "config"), strict=True):
+            if mine != its:
+                hint = "Install the same version everywhere." if what == "qfleet" else "Start it with this run's."
+                raise ValueError(f"learner {rank} has {what} {its}, this run {mine}: it cannot join. {hint}")
+        if rank in self.live:
+            self.leave(rank)
+        self.live[rank], self._beats[rank] = incarnation, time.monotonic()
+        return self._met + 1
+
+    async def report(self, report: Report) -> Orders:
+        if self.live.get(report.rank) != report.incarnation:
+            return self._orders._replace(stop=True)  # it was given up, and replaced
+        self._newest[report.rank] = report
+        self._told.append(report)
+        self._news.set()
+        self._meet()
+        while self._together and self._met < report.round and self.live.get(report.rank) == report.incarnation:
+            await self._changed.wait()
+        return self._orders
+
+    async def last(self, report: Report) -> int:
+        """What a learner says at its end -> the final checkpoint, when it is wanted; 0 where none is."""
+        if self.live.get(report.rank) != report.incarnation:
+            return 0
+        self._told.append(report)
+        self._news.set()
+        self._newest[report.rank] = report._replace(round=FOR_EVER)
+        self.ended.add(report.rank)
+        self._meet()
+        while not self._final:
+            await self._changed.wait()
+        return self._orders.save
+
+    async def saved(self, rank: int, step: int) -> None:
+        """Its part of a checkpoint is on disk; returns when all of it is."""
+        self._parts[rank] = step
+        self._news.set()
+        while self._complete < step:
+            await self._changed.wait()
+
+    async def where(self, epoch: int) -> tuple[int, list[Address]]:
+        """Servers that are newer than those of that epoch, which failed."""
+        self.complaints += 1
+        self._news.set()
+        try:
+            while self._epoch <= epoch:
+                await self._changed.wait()
+        finally:
+            self.complaints -= 1
+        return self._epoch, self._addresses
+
+    def _meet(self) -> None:
+        """Totals and orders change when all have come as far, or with every report."""
+        least = min((self._newest[r].round if r in self._newest else -1 for r in self.live), default=-1)
+        if self._together and least <= self._met and self.live:
+            return
+        self._met = max(self._met, least)
+        total = self._gone + sum(report.steps for report in self._newest.values())
+        self._orders = self._wanted._replace(total=total)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- the supervisor --------------------------------------------------------------------------------------------
+
+    def leave(self, rank: int) -> None:
+        """Nobody waits for it any more."""
+        self.live.pop(rank, None)
+        self.ended.discard(rank)
+        if (last := self._newest.pop(rank, None)) is not None:
+            self._gone += last.steps
+        self._meet()
+
+    def silent(self, seconds: float) -> list[int]:
+        """Those who gave no sign of life for so long."""
+        return [rank for rank in self.live if time.monotonic() - self._beats[rank] > seconds]
+
+    async def news(self, seconds: float) -> tuple[int, list[Report]]:
+        """Steps of all, and reports since the last call; waits for something new, but not longer than that."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)
+        told, self._told = self._told, []
+        self._news.clear()
+        return self._orders.total, told
+
+    def order(self, **wanted: Any) -> None:
+        self._wanted = self._wanted._replace(**wanted)
+        if not self._together:
+            self._orders = self._wanted._replace(total=self._orders.total)
+
+    def save(self, step: int, final: bool) -> None:
+        """All learners shall save their part of a checkpoint: soon, or at their end."""
+        self.order(save=step)
+        if final:
+            self._final, self._orders = True, self._orders._replace(save=step)
+            self._wake()
+
+    def missing(self, step: int) -> list[int]:
+        """Live learners whose part of that checkpoint is not there yet."""
+        return [rank for rank in self.live if self._parts.get(rank, 0) < step]
+
+    def complete(self, step: int) -> None:
+        self._complete = step
+        self._wake()
+
+    def moved(self, addresses: Sequence[Address]) -> int:
+        """The servers are here now -> their epoch."""
+        self._epoch, self._addresses = self._epoch + 1, list(addresses)
+        self._wake()
+        return self._epoch
+
+    def state(self) -> State:
+        steps = {str(rank): report.steps for rank, report in self._newest.items()}
+        return {"gone": self._gone, "steps": steps, "total": self._orders.total, "lr_scale": self._orders.lr_scale}
+
+    def load_state(self, state: State, present: Collection[int]) -> None:
+        """`present`: learners that go on where they were; what the others did is done."""
+        for rank, steps in ((int(rank), steps) for rank, steps in state["steps"].items()):
+            if rank in present:
+                self._newest[rank] = Report(rank, 0, -1, steps, None, {}, {})
+            else:
+                self._gone += steps
+        self._gone += state["gone"]
+        self._wanted = self._orders = Orders(state["total"], False, state["lr_scale"], 0)
+
+
+def _report(args: list[Any]) -> Report:
+    report = Report(*args)
+    return report if report.learned is None else report._replace(learned=Learned(*report.learned))
+
+
+class Meeting:
+    """A hub on a thread of this process. `call` runs something between its coroutines."""
+
+    def __init__(self, config: Config, token: str) -> None:
+        self._loop = Loop()
+
+        async def make() -> tuple[Hub, Listener]:
+            hub = Hub(config)
+            return hub, Listener(hub.handlers(), token)
+
+        self.hub, self._listener = self._loop.run(make())
+        self.port = self._listener.port
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(coroutine)
+
+    def close(self) -> None:
+        self._loop.run(self._listener.close())
+        self._loop.close()
