@@ -243,6 +243,20 @@ TUNED: dict[tuple[str, str], Settings] = {
     },
 }
 
+# On a GPU, for a game: what took Pong to 18 within 54 to 180 s (benchmarks/results/gpu.md).
+GPU_TUNED: dict[tuple[str, str], Settings] = {
+    ("double", "pong"): {
+        "total_steps": 3_000_000,
+        "learner.batch_size": 128,
+        "learner.lr": 4e-4,
+        "learner.lr_schedule": "linear",
+        "learner.target_interval": 2_000,
+        "replay.samples_per_step": 32.0,
+        "acting.epsilon_steps": 80_000,
+        "runtime.eval_every": 250_000,
+    },
+}
+
 
 def family(env_id: str) -> str:
     """The family of tasks an environment belongs to, from its name."""
@@ -260,16 +274,21 @@ def family(env_id: str) -> str:
     return "atari" if short or name.startswith("ALE/") or "NoFrameskip" in name else "general"
 
 
+def game(env_id: str) -> str:
+    """The short name of an Atari game: pong for PongNoFrameskip-v4."""
+    name = re.sub(r"(NoFrameskip|Deterministic)?-v\d+$", "", re.split("[:/]", env_id)[-1])
+    return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
+
+
 def make(recipe: str, env_id: str, of: str | None = None, gpu: bool = False) -> Config:
     """The complete config of a recipe for an environment (of a family, where its name does not tell)."""
     if recipe not in RECIPES:
         raise ConfigError(f"there is no recipe {recipe!r}.{suggest(recipe, NAMES)} `qfleet recipes` lists them.")
     of = of or family(env_id)
-    of_gpu = GPU.get(of, {}) if gpu else {}
-    tuned = TUNED.get((recipe, of), {})
-    return override(
-        Config(), {"env.id": env_id, "recipe": recipe, **FAMILIES[of], **of_gpu, **RECIPES[recipe][1], **tuned}
-    )
+    settings = {**FAMILIES[of], **(GPU.get(of, {}) if gpu else {}), **RECIPES[recipe][1], **TUNED.get((recipe, of), {})}
+    if gpu and of == "atari":
+        settings |= GPU_TUNED.get((recipe, game(env_id)), {})
+    return override(Config(), {"env.id": env_id, "recipe": recipe, **settings})
 
 
 def describe() -> list[tuple[str, str]]:

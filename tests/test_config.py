@@ -98,6 +98,14 @@ def test_family(env: str, family: str) -> None:
     assert recipes.family(env) == family
 
 
+@pytest.mark.parametrize("env_id", ["pong", "ALE/Pong-v5", "PongNoFrameskip-v4"])
+def test_on_a_gpu_a_game_can_have_settings_of_its_own(env_id: str) -> None:
+    assert recipes.make("double", env_id, gpu=True).learner.batch_size == 128
+    assert recipes.make("double", env_id).learner.batch_size == 32
+    assert recipes.make("double", "space_invaders", gpu=True).learner.batch_size == 256
+    assert recipes.game("ALE/SpaceInvaders-v5") == "space_invaders"
+
+
 def test_yaml_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config file"):
         configs.load_yaml(tmp_path / "none.yaml")

@@ -91,7 +91,7 @@ def test_updates_equal_those_of_the_plain_network(recipe: str, settings: dict[st
     assert ours.low is not None and torch.equal(ours.low, ours.flat.data.to(LOW))
     spread = (0.0, 0.0) if DEVICE.type == "cpu" else (2 * abs(rounded[1] - loss), 2 * abs(rounded[2] - q))
     assert our_loss == pytest.approx(loss, rel=2e-2 if DEVICE.type == "cuda" else 1e-4, abs=spread[0])
-    assert our_q == pytest.approx(q, rel=1e-2 if DEVICE.type == "cuda" else 1e-3, abs=spread[1])
+    assert our_q == pytest.approx(q, rel=2e-2 if DEVICE.type == "cuda" else 1e-3, abs=spread[1])
     stack = torch.randint(0, 256, (4, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
     chosen = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     best = Best(ours, ours.net, [4])
