@@ -289,6 +289,8 @@ class SyncConfig:
     rho_adapt: bool = opt(True, "admm: double or halve it where primal and dual residual differ tenfold")
     topk: float = opt(0.01, "topk: part of the numbers that are sent; the rest is kept for later")
     rank: int = opt(4, "powersgd: rank")
+    balance: bool = opt(False, "give faster learners larger batches, slower ones smaller ones: the same sum")
+    weights: tuple[float, ...] = opt((), "the same by given weights, one for each learner, instead of measured speeds")
     heartbeat: float = opt(10.0, "seconds without a sign of life after which a learner is left behind")
 
     def __post_init__(self) -> None:
@@ -304,6 +306,7 @@ class SyncConfig:
         _check(0 < self.topk <= 1, "sync.topk", self.topk, "above 0 and at most 1")
         _check(self.rank >= 1, "sync.rank", self.rank, "at least 1")
         _check(self.heartbeat > 0, "sync.heartbeat", self.heartbeat, "positive")
+        _check(all(w > 0 for w in self.weights), "sync.weights", self.weights, "positive numbers, one for each learner")
         if self.transport == "allreduce" and self.mode in ("async", "window", "ssp"):
             raise ConfigError(
                 f"sync.mode {self.mode} needs a server (nobody waits for anybody, so there is nothing to reduce together): use --sync.transport server or auto."

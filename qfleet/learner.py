@@ -10,6 +10,7 @@ does not know how many it is.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -35,7 +36,7 @@ MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # behav
 class Source(Protocol):
     """Where batches come from (a replay)."""
 
-    def sample(self, update: int, count: int = 1, beta: float = 1.0) -> Batch: ...
+    def sample(self, update: int, count: int = 1, beta: float = 1.0, size: int = 0) -> Batch: ...
     def update_priorities(self, id: Tensor, priority: Tensor) -> None: ...
 
 
@@ -127,6 +128,8 @@ class Learner:
         self.updates = 0
         # With several learners: what happens with a gradient and the number of samples behind it.
         self.sync: Callable[[Tensor, int], None] | None = None
+        self.batch_size = config.learner.batch_size  # of this learner: others may have other ones
+        self.began = 0.0  # when (time.perf_counter) the newest call of `learn` did
         self.wait_seconds = 0.0  # of the host, for a device
         self.lr = config.learner.lr
         self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
@@ -200,16 +203,13 @@ class Learner:
         Batches are sampled, and their targets computed, for several updates at once where nothing in them can change.
         """
         total_loss: Tensor | float = 0.0
-        size, interval, end = (
-            self.config.learner.batch_size,
-            self.config.learner.target_interval,
-            self.updates + updates,
-        )
+        size, interval, end = self.batch_size, self.config.learner.target_interval, self.updates + updates
+        self.began = time.perf_counter()
         together = self._target_batches * size
         while self.updates < end:
             first = self.updates
             count = min(self._chunk, end - first, interval - first % interval)
-            sampled = source.sample(first, count, beta)
+            sampled = source.sample(first, count, beta, size)
             if sampled.obs.device != self.device:  # a replay that lives on the host
                 sampled = Batch(*(field.to(self.device, non_blocking=self.device.type != "cpu") for field in sampled))
             for part in unbind(sampled, together):

@@ -56,7 +56,7 @@ class Batches:
             weight=torch.rand(n, generator=g) + 0.5,
         )
 
-    def sample(self, update: int, count: int = 1, beta: float = 1.0) -> Batch:
+    def sample(self, update: int, count: int = 1, beta: float = 1.0, size: int = 0) -> Batch:
         return Batch(*map(torch.cat, zip(*(self._one(update + i) for i in range(count)), strict=True)))
 
     def update_priorities(self, id: torch.Tensor, priority: torch.Tensor) -> None:

@@ -100,8 +100,8 @@ class Replay:
         for change in self._storage.extend(rows, column):
             self._sampler.apply(change)  # type: ignore[arg-type]  # both are of the host, or both of the device
 
-    def sample(self, update: int, count: int = 1, beta: float = 1.0) -> Batch:
-        """The batches of updates update..update+count-1, one after the other: leading dimension count * batch_size.
+    def sample(self, update: int, count: int = 1, beta: float = 1.0, size: int = 0) -> Batch:
+        """The batches of updates update..update+count-1, one after the other: leading dimension count * size [batch_size].
 
         Uniform batches do not depend on how many are drawn at once. Priorities change with every update, so
         prioritised batches are drawn one by one.
@@ -110,12 +110,13 @@ class Replay:
             raise ValueError(
                 "the replay holds no complete window to sample yet: collect more steps first (--replay.min-steps)."
             )
+        size = size or self._batch_size
         if isinstance(self._sampler, Priorities):
             assert count == 1
-            slot, weight = self._sampler.draw(self._key, update, self._batch_size, beta)
+            slot, weight = self._sampler.draw(self._key, update, size, beta)
         else:
             counter = torch.arange(update, update + count, device=self.device)
-            slot = self._sampler.draw(self._key, counter, self._batch_size)
+            slot = self._sampler.draw(self._key, counter, size)
             weight = torch.ones(len(slot), device=self.device)
         window = self._storage.windows(slot)
         return Batch(

@@ -282,7 +282,7 @@ class ServerActor:
 
     async def state(self) -> State:
         """A copy: commits go on while it travels."""
-        return copy.deepcopy(self._server.shard.state())
+        return copy.deepcopy(self._server.state())
 
     async def pid(self) -> int:
         return os.getpid()

@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch import Tensor
 from qfleet.config import GRADIENT_MODES, Config, ConfigError
 from qfleet.learner import Learner
 from qfleet.sync import allreduce
+from qfleet.sync.balance import Balance, Work
 from qfleet.sync.local import Local
 from qfleet.types import State
 
@@ -164,6 +165,8 @@ def check_division(config: Config, size: int) -> None:
         raise ConfigError(
             f"env.num_envs {config.env.num_envs} cannot be divided among {size} learners: change it to a multiple of {size}."
         )
+    if config.sync.weights and len(config.sync.weights) != size:
+        raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")
     if config.device != "cpu" and (config.device != "auto" or torch.cuda.is_available()):
         raise ConfigError("several learners train on the CPU so far: add --device cpu.")
 
@@ -186,12 +189,16 @@ class Ranks:
         self._config = config
         with together():
             self._control = dist.new_group()
+        balanced = config.sync.balance or config.sync.weights
+        self._balance = Balance(config.learner.batch_size, config.sync.weights) if balanced else None
+        self._work = Work()
+        self._learner: Learner | None = None
         self._mean: allreduce.Mean | None = None
         self._centre: allreduce.Centre | None = None
         self._local: Local | None = None
 
     def attach(self, learner: Learner) -> None:
-        config, flat = self._config, learner.flat
+        config, flat, self._learner = self._config, learner.flat, learner
         with together():
             dist.broadcast(flat.data, 0)
         learner.target.copy_(flat)
@@ -205,22 +212,33 @@ class Ranks:
             step = lambda grad, samples: local.step(learner, grad, samples)  # noqa: E731
 
         def agree(grad: Tensor, samples: int) -> None:
-            with together():
+            with together(), self._work.done(samples, learner.began):
                 step(grad, samples)
 
         learner.sync = agree
+        self._divide()
 
     def enter(self, learner: Learner, own: int) -> bool:
         return True
 
     def meet(self, steps: int) -> int:
-        mine = [steps, self._stop, self.lr_scale if self.rank == 0 else 0.0]
-        everybody = torch.tensor(mine, dtype=torch.float64)
+        everybody = torch.zeros(3 + 2 * self.size, dtype=torch.float64)
+        everybody[:3] = torch.tensor([steps, self._stop, self.lr_scale if self.rank == 0 else 0.0])
+        everybody[3 + 2 * self.rank : 5 + 2 * self.rank] = torch.tensor(self._work.tell())
         with together():
             dist.all_reduce(everybody, group=self._control)
-        total, stops, self.lr_scale = everybody.tolist()
+        total, stops, self.lr_scale, *worked = everybody.tolist()
+        if self._balance is not None:
+            for rank in range(self.size):
+                self._balance.saw(rank, *worked[2 * rank : 2 * rank + 2])
+            self._divide()
         self.stopping = stops > 0
         return int(total)
+
+    def _divide(self) -> None:
+        """Batches in proportion to speed."""
+        if self._balance is not None and self._learner is not None:
+            self._learner.batch_size = self._balance.share(self.rank, range(self.size))
 
     def counted(self, own: int, total: int) -> int:
         return total
@@ -245,10 +263,12 @@ class Ranks:
         return texts[0]
 
     def state(self) -> State:
-        parts = {"mean": self._mean, "centre": self._centre, "local": self._local}
-        return {name: part.state() for name, part in parts.items() if part is not None}
+        return {name: part.state() for name, part in self._parts()}
 
     def load_state(self, state: State) -> None:
-        for name, part in (("mean", self._mean), ("centre", self._centre), ("local", self._local)):
-            if part is not None:
-                part.load_state(state[name])
+        for name, part in self._parts():
+            part.load_state(state[name])
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        parts = {"mean": self._mean, "centre": self._centre, "local": self._local, "balance": self._balance}
+        return [(name, part) for name, part in parts.items() if part is not None]

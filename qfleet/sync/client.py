@@ -22,6 +22,7 @@ from torch import Tensor
 from qfleet.config import BARRIER_MODES, GRADIENT_MODES, Config
 from qfleet.learner import Learner, clip
 from qfleet.sync import codecs
+from qfleet.sync.balance import Work
 from qfleet.sync.local import Local
 from qfleet.sync.policies import Push
 from qfleet.sync.server import Reply
@@ -50,6 +51,7 @@ class Client:
         self._whole = threading.Lock()  # the three above belong together
         self._local: Local | None = None
         self._sequence = 0
+        self._work, self._batch = Work(), 0
         self.joined = False
         self.bytes_sent, self.wait_seconds, self.rejected = 0, 0.0, 0
         self.staleness = 0  # of the last push
@@ -63,18 +65,25 @@ class Client:
 
     def attach(self, learner: Learner) -> None:
         """The learner joins: it takes the servers' parameters, and agrees with them from now on."""
-        self._try(lambda: self._take(self._ask("join", [self._worker, self.incarnation])))
+        self._batch = self._try(lambda: self._take(self._ask("join", [self._worker, self.incarnation]))).batch
         self.joined = True
         learner.flat.data.copy_(self._params)
         learner.target.data.copy_(self._target)
         sync, c = self._config.sync, self._config.learner
         if sync.mode in BARRIER_MODES:  # as many updates as those who were here before
             learner.updates = self.version * (1 if sync.mode in GRADIENT_MODES else sync.local_steps)
-        if sync.mode in GRADIENT_MODES:
-            learner.sync = lambda grad, samples: self._gradient(learner, grad, samples)
-        else:
-            self._local = local = Local(sync, c.target_interval, self._config.learners, self._params, self)
-            learner.sync = lambda grad, samples: local.step(learner, grad, samples)
+        if sync.mode not in GRADIENT_MODES:
+            self._local = Local(sync, c.target_interval, self._config.learners, self._params, self)
+        learner.batch_size = self._batch or learner.batch_size
+        learner.sync = lambda grad, samples: self._agree(learner, grad, samples)
+
+    def _agree(self, learner: Learner, grad: Tensor, samples: int) -> None:
+        with self._work.done(samples, learner.began):
+            if self._local is None:
+                self._gradient(learner, grad, samples)
+            else:
+                self._local.step(learner, grad, samples)
+        learner.batch_size = self._batch or learner.batch_size
 
     def _gradient(self, learner: Learner, grad: Tensor, samples: int) -> None:
         before = self._position.target_version
@@ -151,20 +160,21 @@ class Client:
         self._sequence += 1
         messages = [codec.encode(vector[r]) for codec, r in zip(self._codecs, self._ranges, strict=True)]
         began = time.perf_counter()
-        reply = self._try(lambda: self._exchange(push, messages))
+        worked = self._work.tell()
+        reply = self._try(lambda: self._exchange(push, messages, worked))
+        self._batch = reply.batch
         self.staleness, self.rejected = reply.staleness, self.rejected + bool(reply.why_not)
         self.wait_seconds += time.perf_counter() - began
 
-    def _exchange(self, push: Push, messages: Sequence[Array]) -> Reply:
+    def _exchange(self, push: Push, messages: Sequence[Array], worked: tuple[int, float]) -> Reply:
         self.bytes_sent += sum(message.nbytes for message in messages)
         for call in [s("stage", [push.key], [m]) for s, m in zip(self._servers[1:], messages[1:], strict=True)]:
             call.receive()
-        reply = self._ask("exchange", [push, self._position.target_version], messages[:1])
-        self._take(reply)
-        return reply
+        return self._take(self._ask("exchange", [push, self._position.target_version, *worked], messages[:1]))
 
-    def _take(self, first: Reply) -> None:
-        """The version that shard 0 named, from all of them."""
+    def _take(self, first: Reply) -> Reply:
+        """The version that shard 0 named, from all of them -> what it said."""
+        said = first
         while True:
             known = self._position.target_version
             calls = [server("fetch", [first.position.version, known]) for server in self._servers[1:]]
@@ -181,3 +191,4 @@ class Client:
             # Where a shard froze another target meanwhile, all are asked for again.
             same = len({reply.position.target_version for reply in replies}) == 1
             self._position = first.position if same else first.position._replace(target_version=-1)
+        return said

@@ -67,6 +67,7 @@ class Outcome(NamedTuple):
 class Policy(Protocol):
     version: int
     progress: float  # clocks of all workers that the commits so far amount to
+    clocks: dict[int, int]  # of live workers
 
     def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None: ...
     def join(self, worker: int, incarnation: int = 0) -> None: ...

@@ -28,6 +28,7 @@ import torch
 
 from qfleet.config import Config
 from qfleet.sync import codecs, policies
+from qfleet.sync.balance import Balance
 from qfleet.sync.policies import Commit, Key, Push
 from qfleet.sync.shard import Copy, Position, Shard
 from qfleet.sync.wire import Answer, Handler
@@ -47,22 +48,23 @@ class Reply(NamedTuple):
     position: Position
     why_not: str  # its push was rejected
     staleness: int
+    batch: int  # samples it should have behind its next push; 0: as many as it likes
     params: Array
     target: Array | None  # None where the worker has it
 
     def packed(self) -> Answer:
         version, target_version, progress, applied = self.position
         fields = [version, target_version, progress, [[w, *newest] for w, newest in applied.items()]]
-        return [fields, *self[1:3]], [a.view(np.uint8) for a in (self.params, self.target) if a is not None]
+        return [fields, *self[1:4]], [a.view(np.uint8) for a in (self.params, self.target) if a is not None]
 
     @classmethod
     def unpacked(cls, answer: Answer) -> Reply:
-        (fields, why_not, staleness), arrays = answer
+        (fields, why_not, staleness, batch), arrays = answer
         params, target = ([a.view(np.float32) for a in arrays] + [None])[:2]
         assert params is not None
         version, target_version, progress, applied = fields
         table = {w: (incarnation, sequence) for w, incarnation, sequence in applied}
-        return cls(Position(version, target_version, progress, table), why_not, staleness, params, target)
+        return cls(Position(version, target_version, progress, table), why_not, staleness, batch, params, target)
 
 
 class Server:
@@ -78,6 +80,8 @@ class Server:
         self._forward = forward
         self.shard = Shard(config, torch.from_numpy(initial.copy()))
         self.policy = policies.make(sync, config.learner.batch_size, config.learner.target_interval)
+        balanced = sync.balance or sync.weights
+        self._balance = Balance(config.learner.batch_size, sync.weights) if balanced else None
         self._codec = codecs.make(sync, len(initial), 0, 0)  # to decode: no state
         self._published: OrderedDict[int, Array] = OrderedDict()
         self._target: tuple[int, Array | None] = (-1, None)
@@ -110,7 +114,7 @@ class Server:
             return None, ()
 
         async def exchange(args: list[Any], arrays: list[Array]) -> Answer:
-            return (await self.exchange(Push(*args[0]), arrays[0], args[1])).packed()
+            return (await self.exchange(Push(*args[0]), arrays[0], *args[1:])).packed()
 
         async def newest(args: list[Any], arrays: list[Array]) -> Answer:
             return (await self.newest(*args)).packed()
@@ -143,24 +147,31 @@ class Server:
 
     async def join(self, worker: int, incarnation: int) -> Reply:
         self.policy.join(worker, incarnation)
-        return self._reply(self.shard.version, -1)
+        return self._reply(self.shard.version, -1)._replace(batch=self._batch_of(worker))
 
     async def leave(self, worker: int) -> None:
         await self._act(self.policy.leave(worker), [])
 
-    async def exchange(self, push: Push, message: Array, target_version: int) -> Reply:
-        """Offer a push; return when the worker may go on."""
+    async def exchange(
+        self, push: Push, message: Array, target_version: int, samples: float = 0.0, seconds: float = 0.0
+    ) -> Reply:
+        """Offer a push, for which so many samples were looked at in so many seconds; return when the worker may go on."""
         await self.stage(push.key, message)
         outcome = self.policy.offer(push, time.monotonic())
         if not outcome.seen_before:
             if outcome.why_not:
                 self.rejected[outcome.why_not] = self.rejected.get(outcome.why_not, 0) + 1
             self.staleness[outcome.staleness] = self.staleness.get(outcome.staleness, 0) + 1
+            if self._balance is not None:
+                self._balance.saw(push.worker, samples, seconds)
         await self._act(outcome.commits, [push.key] if outcome.why_not else [])
         while not self.policy.ready(push.worker):
             await self._change()
         reply = self._reply(self.shard.version, target_version)
-        return reply._replace(why_not=outcome.why_not, staleness=outcome.staleness)
+        return reply._replace(why_not=outcome.why_not, staleness=outcome.staleness, batch=self._batch_of(push.worker))
+
+    def _batch_of(self, worker: int) -> int:
+        return 0 if self._balance is None else self._balance.share(worker, self.policy.clocks)
 
     async def newest(self, target_version: int) -> Reply:
         return self._reply(self.shard.version, target_version)
@@ -195,9 +206,14 @@ class Server:
             self.policy.join(worker, incarnation)
         self._forget()
 
+    def state(self) -> State:
+        return self.shard.state() | {"balance": [] if self._balance is None else self._balance.state()}
+
     def load_state(self, state: State) -> None:
         """Of the same shard, earlier."""
         self.shard.load_state(state)
+        if self._balance is not None:
+            self._balance.load_state(state["balance"])
         version, _, progress, applied = self.shard.position
         self.policy.restore(version, progress, applied)
         self._forget()
@@ -225,7 +241,7 @@ class Server:
             if self._target[0] != newest:
                 self._target = (newest, self.shard.target.numpy().copy())
             target = self._target[1]
-        return Reply(self.shard.position._replace(version=version), "", 0, self._published[version], target)
+        return Reply(self.shard.position._replace(version=version), "", 0, 0, self._published[version], target)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -26,6 +26,7 @@ class Pupil:
 
     def __init__(self, config: Config, size: int) -> None:
         self.config, self.lr, self.updates = config, config.learner.lr, 0
+        self.batch_size, self.began = config.learner.batch_size, 0.0
         self.flat, self.target = Buffer(size), Buffer(size)
         self.sync: Callable[[torch.Tensor, int], None] = lambda grad, samples: None
 
@@ -130,7 +131,8 @@ def work(running: Running, workers: int, clocks: int = CLOCKS) -> list[Pupil]:
     def run(worker: int) -> None:
         pupil = pupils[worker]
         for clock in range(clocks):
-            pupil.sync(problem.worker_grad(pupil.parameters, worker, clock), BATCH)
+            rows = pupil.batch_size
+            pupil.sync(problem.worker_grad(pupil.parameters, worker, clock, rows), rows)
 
     with ThreadPoolExecutor(workers) as pool:
         for future in [pool.submit(run, worker) for worker in range(workers)]:
@@ -148,6 +150,13 @@ def test_workers_at_once_in_sync_are_one_learner(running: Callable[..., Running]
         assert torch.equal(pupil.parameters, on.params) and torch.equal(pupil.target.data, pupils[0].target.data)
         assert torch.equal(pupil.target.data, on.params)  # frozen every 10 clocks, and so after the last
     assert on.servers[0].staleness == {0: 300} and not on.servers[0].rejected
+
+
+def test_batches_are_divided_by_given_weights(running: Callable[..., Running]) -> None:
+    on = running("sync", 2, learners=2, weights=(3.0, 1.0))
+    work(on, 2)
+    expected = Problem(torch.float32).alone(config_of(), 2, CLOCKS, rows=[12, 4])
+    torch.testing.assert_close(on.params, expected, rtol=0, atol=2e-6)
 
 
 def test_clipping_happens_at_the_worker(running: Callable[..., Running]) -> None:
