@@ -28,11 +28,12 @@ from qfleet.runtime.worker import Worker
 from qfleet.types import Spec
 
 # Settled on the machine a run was made on: not taken over when its config.yaml serves as --config.
-MACHINE = ("run_dir", "device", "env.vectorize", "runtime.schedule", "learner.precision", "acting.device")
+MACHINE = ("run_dir", "device", "address", "env.vectorize", "runtime.schedule", "learner.precision", "acting.device")
 # What --resume may change: nothing that alters the numbers of the run.
 RESUMABLE = (
     "total_steps",
     "device",
+    "address",
     "runtime.eval_every",
     "runtime.eval_episodes",
     "runtime.checkpoint_every",

@@ -334,6 +334,7 @@ class Config:
     total_steps: int = opt(50_000, "environment steps to train for")
     device: str = opt("auto", "device of the learner: auto, cpu or cuda")
     learners: int = opt(1, "learners that train one network, on Ray, see docs/sync.md")
+    address: str = opt("", "Ray cluster to join (host:port, or auto); empty = a local one starts by itself")
     run_dir: str = opt("", "where the run is written; empty = runs/<env>/<recipe>-s<seed>-<time>")
     network: NetworkConfig = field(default_factory=NetworkConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from qfleet.config import BARRIER_MODES, Config, ConfigError
@@ -26,6 +28,7 @@ from qfleet.sync.client import Client
 from qfleet.sync.policies import Commit, Key
 from qfleet.sync.server import Server
 from qfleet.sync.shard import Copy, Position
+from qfleet.sync.traffic import Traffic
 from qfleet.sync.wire import Address, Connection, Listener, Peer
 from qfleet.types import Array, State
 
@@ -57,9 +60,15 @@ class Member(Alone):
         self._pending = False  # an answer of the hub is on its way
         self._together = config.sync.mode in BARRIER_MODES
         self._round, self._total = 0, 0
+        self.stuck: Callable[[], bool] = lambda: False  # its environments do not answer
         self.save_as, self.saved_as = 0, 0  # steps of the checkpoint to take part in, and of the last one it did
         if not late:
             self.join()
+
+    @property
+    def traffic(self) -> Traffic:
+        assert self.client is not None
+        return self.client.traffic
 
     def join(self) -> None:
         """From now on the others wait for it, in modes in which they do; and it must give signs of life."""
@@ -69,7 +78,8 @@ class Member(Alone):
 
         def beat() -> None:
             while not self._finished.wait(seconds):
-                self._pulse("beat", me).receive()
+                if not self.stuck():
+                    self._pulse("beat", me).receive()
 
         threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
@@ -129,13 +139,18 @@ class Member(Alone):
         assert self.client is not None
         if self._entered:
             self.client.leave()
+            self.client.joined = False
         self.save_as, _ = self._hub("last", self._report(steps)).receive()
 
     def wait(self) -> None:
         """For the rest of a checkpoint."""
         if self._pending:
             self._take_orders()
-        self._hub("saved", [self.rank, self.saved_as]).receive()
+        assert self.client is not None
+        # Where all are in the same round, none is waited for. Elsewhere some go on with theirs, and may wait for this one.
+        free = self._together or not self.client.joined
+        with contextlib.nullcontext() if free else self.client.aside():
+            self._hub("saved", [self.rank, self.saved_as]).receive()
 
     def state(self) -> State:
         assert self.client is not None
@@ -166,6 +181,12 @@ class LearnerActor:
         self._team = Member(config, rank, incarnation, late, hub, token, here)
         self._worker = Worker(config, self._team)
         self._worker.build()
+        self._team.stuck = self._stuck
+
+    def _stuck(self) -> bool:
+        """Then it gives no sign of life, and is replaced."""
+        seconds, since = self._worker.config.runtime.watchdog, self._worker.waiting()
+        return bool(seconds) and since is not None and time.perf_counter() - since > seconds
 
     def ready(self) -> None:
         """It can be called when everything is made."""
@@ -212,16 +233,7 @@ class LearnerActor:
             worker.close()
 
     def _tell(self, learned: Learned | None) -> None:
-        client = self._team.client
-        assert client is not None
-        seen = {
-            "sync/staleness": client.staleness,
-            "sync/rejected": client.rejected,
-            "sync/sent_mb": client.bytes_sent / 1e6,
-        }
-        clock = self._worker.clock()
-        clock["wait"] += client.wait_seconds
-        self._team.tell(learned, self._worker.values() | seen, clock)
+        self._team.tell(learned, self._worker.values(), self._worker.clock())
 
     def _save(self) -> None:
         learned = self._worker.settle()

@@ -43,18 +43,15 @@ from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.client import Client
 from qfleet.sync.shard import Copy, ranges
+from qfleet.sync.traffic import COUNTS, rates
 from qfleet.sync.wire import Address
 from qfleet.types import State
 
 PATIENCE = 1.0  # seconds in which the supervisor looks after the others even if there is no news
 SNAPSHOT = 5.0  # seconds between two copies of the servers' states
 REPAIRS = 10  # attempts
-SUMS = (
-    "rollout/episodes",
-    "sync/rejected",
-    "sync/sent_mb",
-)  # metrics that are counts: the rest are means over the learners
-SECONDS = ("env", "act", "learn", "transfer", "wait")  # on a learner's clock
+EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
+SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
 
 
 class Fleet:
@@ -85,6 +82,7 @@ class Fleet:
         self._saved, self._final = 0, False  # step of the newest checkpoint; it is the last one
         self._notes: list[str] = []
         self._values: dict[int, dict[str, float]] = {}
+        self._then: dict[int, dict[str, float]] = {}  # clocks at the last line of metrics
 
     def summary(self) -> list[str]:
         c = self.config
@@ -98,12 +96,7 @@ class Fleet:
 
     def build(self) -> None:
         ray, config = self._ray, self.config
-        if not ray.is_initialized():
-            ray.init(
-                num_cpus=max(os.cpu_count() or 1, config.learners + config.sync.servers + 1),
-                include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-            )  # fmt: skip
-            self._open.callback(ray.shutdown)
+        self._join_ray()
         first = Learner(config, self.envs.spec, self.device)
         self._net, self.flat = first.net, first.flat
         initial = first.flat.data.numpy().copy()
@@ -111,8 +104,9 @@ class Fleet:
         self._meeting = Meeting(self._theirs, self._token)
         self._open.callback(self._meeting.close)
         self._ranges = ranges(len(initial), config.sync.servers)
-        self._make_server = ray.remote(num_cpus=1)(ServerActor).remote
-        self._make_learner = ray.remote(num_cpus=1, max_concurrency=2)(LearnerActor).remote
+        spread = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+        self._make_server = ray.remote(**spread)(ServerActor).remote
+        self._make_learner = ray.remote(max_concurrency=2, **spread)(LearnerActor).remote
         self._incarnations = [0] * config.learners
         self._learners: list[Any] = [None] * config.learners
         self._running: dict[Any, int] = {}  # what ends with a learner -> its rank
@@ -125,6 +119,26 @@ class Fleet:
         self._client = Client(config, -1, 0, len(initial), self._find, self._token)
         self._open.callback(self._client.close)
         self._looked = self._asked_at = time.monotonic()
+
+    def _join_ray(self) -> None:
+        """One that is given, or that this process has joined already, or a local one of our own."""
+        ray, needed = self._ray, self.config.learners + self.config.sync.servers
+        address = self.config.address or os.environ.get("RAY_ADDRESS", "")
+        if not ray.is_initialized():
+            quiet = {"include_dashboard": None if address else False, "log_to_driver": False, "logging_level": "ERROR"}
+            there = {"address": address} if address else {"num_cpus": max(os.cpu_count() or 1, needed + 1)}
+            try:
+                ray.init(**there, **quiet)
+            except ConnectionError as e:
+                raise ConfigError(f"no Ray cluster at {address!r}: {str(e).splitlines()[0]}") from None
+            self._open.callback(ray.shutdown)
+        found = ray.cluster_resources().get("CPU", 0)
+        if found < needed:
+            raise ConfigError(
+                f"{self.config.learners} learners and {self.config.sync.servers} servers take a CPU each ({needed}), but the Ray cluster has {found:g}: add machines, or ask for fewer."
+            )
+        machines = sum(node["Alive"] for node in ray.nodes())
+        self._here = -(-self.config.learners // machines)  # learners on one machine
 
     def _connect(self) -> None:
         """Servers listen; the first one knows the others; the hub knows all."""
@@ -147,7 +161,7 @@ class Fleet:
     def _new_learner(self, rank: int, late: bool = False, resume: int = 0) -> None:
         c = self._theirs
         hub = (self._ray.util.get_node_ip_address(), self._meeting.port)  # type: ignore[no-untyped-call]
-        made = self._make_learner(c, rank, self._incarnations[rank], late, hub, self._token, c.learners, resume)
+        made = self._make_learner(c, rank, self._incarnations[rank], late, hub, self._token, self._here, resume)
         self._learners[rank] = made
 
     def _run(self) -> None:
@@ -232,6 +246,7 @@ class Fleet:
         self._client.leave(rank)
         if rank in self._clocks:
             self._ended.append(self._clocks.pop(rank))
+        self._then.pop(rank, None)
         self._running = {ref: r for ref, r in self._running.items() if r != rank}
         self._incarnations[rank] += 1
         if not self.over:
@@ -338,13 +353,18 @@ class Fleet:
         return self._notes.pop(0) if self._notes else ""
 
     def values(self) -> dict[str, float]:
-        """Means over the learners; counts are sums."""
+        """Means over the learners; episodes are counted together. And of each learner, what it did since the last time."""
         every = list(self._values.values())
         names = {name for values in every for name in values}
-        mean = {n: float(np.mean([values[n] for values in every if n in values])) for n in sorted(names)}
-        for name in SUMS:
-            mean[name] = sum(values.get(name, 0.0) for values in every)
-        return mean
+        values = {n: float(np.mean([v[n] for v in every if n in v])) for n in sorted(names)}
+        values["rollout/episodes"] = sum(v.get("rollout/episodes", 0.0) for v in every)
+        for rank, clock in sorted(self._clocks.items()):
+            then, self._then[rank] = self._then.get(rank), clock
+            if then is not None and clock["wall"] > then["wall"]:
+                passed = {name: clock[name] - then[name] for name in clock}
+                found = rates(passed, passed["wall"])
+                values |= {f"learner_{rank}/{n}": found[f"sync/{n}"] for n in EACH if f"sync/{n}" in found}
+        return values
 
     def waiting(self) -> float | None:
         return None
@@ -359,8 +379,8 @@ class Fleet:
         """Counts of all learners; seconds are means over them, so that shares are shares of a learner's time."""
         every = [*self._ended, *self._clocks.values()]
         seconds = {n: sum(clock[n] for clock in every) / self.config.learners for n in SECONDS}
-        counts = {"steps": self.steps, "updates": self._updates, "bytes": sum(clock["bytes"] for clock in every)}
-        return {"wall": time.perf_counter(), **counts, **seconds}
+        counts = {n: sum(clock[n] for clock in every) for n in ("bytes", *COUNTS)}
+        return {"wall": time.perf_counter(), "steps": self.steps, "updates": self._updates, **counts, **seconds}
 
     # --- checkpoints -------------------------------------------------------------------------------------------------------
 

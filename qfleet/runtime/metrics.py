@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from qfleet.runtime.tensorboard import EventFile, write_all
+from qfleet.sync.traffic import rates
 
 if TYPE_CHECKING:  # it imports torch, which those who only read metrics do without
     from qfleet.learner import Learned
@@ -56,6 +57,7 @@ class Window:
         values["time/updates_per_second"] = passed["updates"] / wall
         values |= {f"pipeline/{name}": passed[name] / wall for name in SHARES}
         values["pipeline/transfer_mb_per_second"] = passed["bytes"] / 1e6 / wall
+        values |= rates(passed, wall)
         if passed["steps"]:
             values["pipeline/samples_per_step"] = passed["updates"] * batch_size / passed["steps"]
         self._loss_sum, self._updates, self._then = 0.0, 0, now

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # rich is imported only for a terminal: it costs 50 ms that a
     from rich.text import Text
 
 REFRESH_SECONDS = 0.25
+LEARNERS = 16  # that have a row
 SHARES = (
     ("pipeline/env", "envs", "green"),
     ("pipeline/act", "acting", "cyan"),
@@ -150,6 +151,8 @@ class Progress:
         bar, legend = _stacked([(label, value(name, 0.0), style) for name, label, style in SHARES])
         grid.add_row("time", bar)
         grid.add_row("", legend)
+        for label, row in _team(self._values):
+            grid.add_row(label, row)
         if limit := bottleneck(self._values):
             grid.add_row("limit", Text(limit))
         return Panel(grid, title=Text(self._title), title_align="left", expand=False, padding=(0, 1))
@@ -234,6 +237,34 @@ def _cells(*cells: tuple[str, float | None, str]) -> Text:
         out.append(f"{label} ", style="dim")
         out.append(f"{'-' if value is None else format(value, form):<12}")
     return out
+
+
+def _team(values: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
+    """Rows about several learners, if there are."""
+    value = values.get
+    if "sync/pushes_per_second" not in values:
+        return
+    yield (
+        "sync",
+        _cells(
+            ("pushes/s", value("sync/pushes_per_second"), ",.0f"),
+            ("MB/s", value("sync/mb_per_second"), ",.2f"),
+            ("compressed", value("sync/compression"), ".3g"),
+            ("stale", value("sync/staleness"), ".2g"),
+        ),
+    )
+    ranks = sorted(int(n[8 : n.index("/")]) for n in values if n.startswith("learner_") and n.endswith("/wait"))
+    for rank in ranks[:LEARNERS]:
+        about = f"learner_{rank}/"
+        yield (
+            f"learner {rank}",
+            _cells(
+                ("samples/s", value(about + "samples_per_second"), ",.0f"),
+                ("waiting", value(about + "wait"), ".0%"),
+                ("stale", value(about + "staleness"), ".2g"),
+                ("rejected", value(about + "rejected"), ".0%"),
+            ),
+        )
 
 
 def _stacked(shares: list[tuple[str, float, str]], width: int = 60) -> tuple[Text, Text]:

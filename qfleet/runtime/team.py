@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,14 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qfleet.config import GRADIENT_MODES, Config, ConfigError
+from qfleet import __version__
+from qfleet.config import GRADIENT_MODES, Config, ConfigError, flatten, to_dict
 from qfleet.learner import Learner
 from qfleet.sync import allreduce
 from qfleet.sync.balance import Balance, Work
 from qfleet.sync.local import Local
+from qfleet.sync.traffic import Traffic
 from qfleet.types import State
 
 PATIENCE = timedelta(seconds=60)  # for a rank that does not answer, beyond the watchdog's time for environments
+
+
+NONE = Traffic()  # of who is alone
 
 
 class TeamError(RuntimeError):
@@ -42,6 +49,9 @@ class Team(Protocol):
     here: int  # learners on this machine
     stopping: bool  # somebody wants to stop: everybody does, after the same round
     lr_scale: float  # on the learning rate, as the first learner says
+
+    @property
+    def traffic(self) -> Traffic: ...
 
     def attach(self, learner: Learner) -> None:
         """From now on the learner agrees with the others."""
@@ -81,6 +91,10 @@ class Team(Protocol):
 
 class Alone:
     rank, size, here, stopping, lr_scale = 0, 1, 1, False, 1.0
+
+    @property
+    def traffic(self) -> Traffic:
+        return NONE
 
     def attach(self, learner: Learner) -> None:
         pass
@@ -189,13 +203,26 @@ class Ranks:
         self._config = config
         with together():
             self._control = dist.new_group()
+            self._compare()
         balanced = config.sync.balance or config.sync.weights
         self._balance = Balance(config.learner.batch_size, config.sync.weights) if balanced else None
-        self._work = Work()
+        self._work, self.traffic = Work(), Traffic()
         self._learner: Learner | None = None
         self._mean: allreduce.Mean | None = None
         self._centre: allreduce.Centre | None = None
         self._local: Local | None = None
+
+    def _compare(self) -> None:
+        """All must have been started alike."""
+        everybody: list[dict[str, Any]] = [{} for _ in range(self.size)]
+        settings = flatten(to_dict(replace(self._config, run_dir="")))
+        dist.all_gather_object(everybody, {"the version of qfleet": __version__, **settings})
+        for rank, its in enumerate(everybody):
+            for name, value in everybody[0].items():
+                if its[name] != value:
+                    raise ConfigError(
+                        f"learner {rank} has {name} {its[name]}, learner 0 has {value}: start all of them alike."
+                    )
 
     def attach(self, learner: Learner) -> None:
         config, flat, self._learner = self._config, learner.flat, learner
@@ -212,8 +239,12 @@ class Ranks:
             step = lambda grad, samples: local.step(learner, grad, samples)  # noqa: E731
 
         def agree(grad: Tensor, samples: int) -> None:
+            began, sent = time.perf_counter(), mean.bytes_sent
             with together(), self._work.done(samples, learner.began):
                 step(grad, samples)
+            if mean.bytes_sent > sent:
+                self.traffic.pushed(samples, mean.bytes_sent - sent, grad.nbytes)
+            self.traffic.seconds += time.perf_counter() - began
 
         learner.sync = agree
         self._divide()

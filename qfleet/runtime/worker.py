@@ -227,17 +227,18 @@ class Worker:
 
     def clock(self) -> dict[str, float]:
         """Counts and seconds so far. `learn` is time of the device where the learner's work is only queued."""
-        actor = self.collector.actor
+        actor, traffic = self.collector.actor, self.team.traffic
         return {
             "wall": time.perf_counter(),
             "steps": self.steps,
             "updates": self.learner.updates,
             "env": self.collector.env_seconds,
             "act": self.collector.act_seconds - actor.wait_seconds,
-            "learn": self.schedule.learn_seconds,
+            "learn": self.schedule.learn_seconds - traffic.seconds,
             "transfer": actor.transfer_seconds,
-            "wait": self.schedule.wait_seconds + self.learner.wait_seconds + actor.wait_seconds,
+            "wait": self.schedule.wait_seconds + self.learner.wait_seconds + actor.wait_seconds + traffic.seconds,
             "bytes": actor.transfer_bytes,
+            **traffic.counts(),
         }
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from qfleet.sync.local import Local
 from qfleet.sync.policies import Push
 from qfleet.sync.server import Reply
 from qfleet.sync.shard import Copy, Position, ranges
+from qfleet.sync.traffic import Traffic
 from qfleet.sync.wire import Address, Connection, Gone
 from qfleet.types import Array, State
 
@@ -51,10 +53,10 @@ class Client:
         self._whole = threading.Lock()  # the three above belong together
         self._local: Local | None = None
         self._sequence = 0
+        self._pushed = 0  # bytes of the last push
         self._work, self._batch = Work(), 0
         self.joined = False
-        self.bytes_sent, self.wait_seconds, self.rejected = 0, 0.0, 0
-        self.staleness = 0  # of the last push
+        self.traffic = Traffic()
         self._connect()
 
     @property
@@ -65,8 +67,7 @@ class Client:
 
     def attach(self, learner: Learner) -> None:
         """The learner joins: it takes the servers' parameters, and agrees with them from now on."""
-        self._batch = self._try(lambda: self._take(self._ask("join", [self._worker, self.incarnation]))).batch
-        self.joined = True
+        self._batch = self._join().batch
         learner.flat.data.copy_(self._params)
         learner.target.data.copy_(self._target)
         sync, c = self._config.sync, self._config.learner
@@ -109,6 +110,19 @@ class Client:
     def leave(self, worker: int | None = None) -> None:
         """Nobody waits for this worker, or another one, any more."""
         self._try(lambda: self._servers[0]("leave", [self._worker if worker is None else worker]).receive())
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile nobody waits for this worker."""
+        self.joined = False
+        self._try(lambda: self._servers[0]("pause", [self._worker]).receive())
+        yield
+        self._join()
+
+    def _join(self) -> Reply:
+        reply = self._try(lambda: self._take(self._ask("join", [self._worker, self.incarnation])))
+        self.joined = True
+        return reply
 
     def copy(self) -> Copy:
         """The newest version that arrived here; from any thread."""
@@ -163,14 +177,16 @@ class Client:
         worked = self._work.tell()
         reply = self._try(lambda: self._exchange(push, messages, worked))
         self._batch = reply.batch
-        self.staleness, self.rejected = reply.staleness, self.rejected + bool(reply.why_not)
-        self.wait_seconds += time.perf_counter() - began
+        self.traffic.pushed(worked[0], self._pushed, vector.nbytes, reply.staleness, bool(reply.why_not))
+        self.traffic.seconds += time.perf_counter() - began
 
     def _exchange(self, push: Push, messages: Sequence[Array], worked: tuple[int, float]) -> Reply:
-        self.bytes_sent += sum(message.nbytes for message in messages)
+        before = sum(server.sent for server in self._servers)
         for call in [s("stage", [push.key], [m]) for s, m in zip(self._servers[1:], messages[1:], strict=True)]:
             call.receive()
-        return self._take(self._ask("exchange", [push, self._position.target_version, *worked], messages[:1]))
+        first = self._ask("exchange", [push, self._position.target_version, *worked], messages[:1])
+        self._pushed = sum(server.sent for server in self._servers) - before
+        return self._take(first)
 
     def _take(self, first: Reply) -> Reply:
         """The version that shard 0 named, from all of them -> what it said."""

@@ -72,6 +72,7 @@ class Policy(Protocol):
     def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None: ...
     def join(self, worker: int, incarnation: int = 0) -> None: ...
     def leave(self, worker: int) -> list[Commit]: ...
+    def pause(self, worker: int) -> None: ...
     def offer(self, push: Push, now: float = 0.0) -> Outcome: ...
     def tick(self, now: float) -> list[Commit]: ...
     def ready(self, worker: int) -> bool: ...
@@ -99,6 +100,7 @@ class _Base:
         self.progress = 0.0
         self._interval = target_interval
         self.clocks: dict[int, int] = {}  # of live workers
+        self._paused: set[int] = set()
         self._seen: dict[int, tuple[int, int]] = {}  # newest incarnation and sequence of every worker
 
     def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None:
@@ -110,11 +112,18 @@ class _Base:
         if self._seen.get(worker, (-1, -1))[0] < incarnation:
             self._seen[worker] = (incarnation, -1)
         others = [clock for w, clock in self.clocks.items() if w != worker]
-        self.clocks[worker] = min(others, default=0)
+        own = self.clocks.get(worker, 0) if worker in self._paused else 0
+        self.clocks[worker] = max(own, min(others, default=0))
+        self._paused.discard(worker)
+
+    def pause(self, worker: int) -> None:
+        """It still takes part, but nobody waits for it until it joins again."""
+        self._paused.add(worker)
 
     def leave(self, worker: int) -> list[Commit]:
         """It takes no part any more; what it pushed before stays. -> commits that waited for it alone."""
         self.clocks.pop(worker, None)
+        self._paused.discard(worker)
         return []
 
     def tick(self, now: float) -> list[Commit]:
@@ -214,7 +223,8 @@ class Each(_Base):
     def ready(self, worker: int) -> bool:
         if self._bound is None or worker not in self.clocks:
             return True
-        return self.clocks[worker] - min(self.clocks.values()) <= self._bound
+        slowest = min((clock for w, clock in self.clocks.items() if w not in self._paused), default=0)
+        return self.clocks[worker] - slowest <= self._bound
 
     def _refuse(self, push: Push, staleness: int) -> str:
         if self._limit is not None and staleness > self._limit:

@@ -113,13 +113,18 @@ class Server:
             await self.leave(*args)
             return None, ()
 
+        async def pause(args: list[Any], arrays: list[Array]) -> Answer:
+            self.policy.pause(*args)
+            self._wake()
+            return None, ()
+
         async def exchange(args: list[Any], arrays: list[Array]) -> Answer:
             return (await self.exchange(Push(*args[0]), arrays[0], *args[1:])).packed()
 
         async def newest(args: list[Any], arrays: list[Array]) -> Answer:
             return (await self.newest(*args)).packed()
 
-        return {f.__name__: f for f in (stage, carry_out, fetch, join, leave, exchange, newest)}
+        return {f.__name__: f for f in (stage, carry_out, fetch, join, leave, pause, exchange, newest)}
 
     # --- every shard --------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class Connection:
     """One call at a time: `connection(method, args, arrays)` sends it, `receive` waits for the answer."""
 
     def __init__(self, address: Address, token: str, timeout: float | None = None) -> None:
+        self.sent = 0  # bytes
         try:
             self._sock = socket.create_connection(address, timeout=timeout)
         except OSError as e:
@@ -82,8 +83,10 @@ class Connection:
             raise
 
     def __call__(self, method: str, args: Sequence[Any] = (), arrays: Sequence[Array] = ()) -> Connection:
+        head = _pack({"method": method, "args": list(args)}, arrays)
+        self.sent += len(head) + sum(array.nbytes for array in arrays)
         try:
-            self._sock.sendall(_pack({"method": method, "args": list(args)}, arrays))
+            self._sock.sendall(head)
             for array in arrays:
                 self._sock.sendall(array.data)
         except OSError as e:

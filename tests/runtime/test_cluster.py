@@ -1,5 +1,6 @@
 """Learners and servers on a real, local Ray."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet.config import ConfigError
+from qfleet.config import Config, ConfigError
 from qfleet.runtime import checkpoint
 from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.hub import Hub, identity
 from qfleet.runtime.train import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -23,12 +25,16 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
+    """A cluster of two nodes, on this machine: every run joins it."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    import ray
+    from ray.cluster_utils import Cluster
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    cluster.add_node(num_cpus=4, include_dashboard=False)
+    SETTINGS["address"] = cluster.address
     yield
-    ray.shutdown()
+    del SETTINGS["address"]
+    cluster.shutdown()
 
 
 def trained(folder: Path, mode: str, total_steps: int = 3000, **more: Any) -> qfleet.Run:
@@ -53,6 +59,10 @@ def test_modes_train(ray: None, mode: str, tmp_path: Path) -> None:
     # Eight samples a step in batches of sixteen: what one learner does in an update, each of the two does.
     assert rows[-1]["train/n_updates"] == pytest.approx(2800 * 8 / 32, rel=0.15)
     assert run.evaluation is not None and run.stop_reason == "total_steps"
+    both = rows[-1]["learner_0/samples_per_second"] + rows[-1]["learner_1/samples_per_second"]
+    assert both == pytest.approx(rows[-1]["sync/samples_per_second"], rel=0.5)
+    assert rows[-1]["sync/compression"] == pytest.approx(1.0, abs=0.1) and 0 <= rows[-1]["sync/wait"] < 1
+    assert sum(value for name, value in rows[-1].items() if name.startswith("sync/stale_")) == pytest.approx(1.0)
 
 
 def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) -> None:
@@ -173,4 +183,28 @@ def test_bad_input(tmp_path: Path) -> None:
         trained(tmp_path / "run", "sync", sync__transport="allreduce")
     with pytest.raises(ConfigError, match="powersgd compresses whole matrices"):
         trained(tmp_path / "run", "sync", sync__codec="powersgd")
+    with pytest.raises(ConfigError, match=r"sync\.weights has 3 numbers, but there are 2 learners"):
+        trained(tmp_path / "run", "sync", sync__weights=(1.0, 2.0, 3.0))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cluster_that_is_not_there_or_too_small(ray: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"take a CPU each \(11\), but the Ray cluster has 8"):
+        trained(tmp_path / "run", "sync", learners=2, sync__servers=9)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_learner_of_another_version_cannot_join() -> None:
+    config = Config()
+
+    async def join(identity: list[str]) -> int:
+        return await Hub(config).join(0, 0, identity)
+
+    version, digest = identity(config)
+    assert asyncio.run(join([version, digest])) == 0
+    with pytest.raises(
+        ValueError, match=f"learner 0 has qfleet 0.0.1, this run {version}: .* Install the same version"
+    ):
+        asyncio.run(join(["0.0.1", digest]))
+    with pytest.raises(ValueError, match="learner 0 has config other"):
+        asyncio.run(join([version, "other"]))

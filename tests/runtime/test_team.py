@@ -57,7 +57,9 @@ def free_port() -> int:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """What does not depend on time."""
-    return [{k: v for k, v in row.items() if not k.startswith(("time", "pipeline"))} for row in metrics.read(run)]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time", "pipeline", "sync"))} for row in metrics.read(run)
+    ]
 
 
 def newest(run: Path) -> dict[str, Any]:
@@ -142,6 +144,22 @@ def test_other_modes_train(mode: list[str], tmp_path: Path) -> None:
     state = newest(tmp_path / "run")
     assert state["learner"]["updates"] > 10
     assert all(torch.from_numpy(v).isfinite().all() for v in state["learner"]["model"].values())
+
+
+def test_learners_that_were_not_started_alike_refuse(tmp_path: Path) -> None:
+    """A launcher that gives the second one another learning rate."""
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import os, sys\nfrom qfleet.cli import main\n"
+        "sys.exit(main(sys.argv[1:] + (['--learner.lr', '0.01'] if os.environ['RANK'] == '1' else [])))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]  # fmt: skip
+    done = subprocess.run(
+        [*command, "train", "CartPole-v1", *SETTINGS, "--run-dir", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0 and "learner 1 has learner.lr 0.01, learner 0 has" in done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_learner_that_dies_ends_the_run(tmp_path: Path) -> None:

@@ -231,7 +231,10 @@ def test_compressed_pushes_are_counted(running: Callable[..., Running]) -> None:
         client, pupil = on.client(0), Pupil(on.config, SIZE)
         client.attach(pupil)  # type: ignore[arg-type]
         pupil.sync(torch.ones(SIZE), BATCH)
-        assert 0 < client.bytes_sent == on.servers[0].bytes_received <= most * 4 * SIZE
+        payload, counts = on.servers[0].bytes_received, client.traffic.counts()
+        assert 0 < payload <= most * 4 * SIZE == most * counts["sync/plain_bytes"]
+        assert payload < counts["sync/bytes"] < payload + 250  # the whole message
+        assert (counts["sync/pushes"], counts["sync/samples"], counts["sync/stale_0"]) == (1, BATCH, 1)
 
 
 def test_a_server_of_another_run_refuses(running: Callable[..., Running]) -> None:
