@@ -249,10 +249,10 @@ def part_of(config: Config, rank: int) -> Path:
 
 
 class ServerActor:
-    """A shard that listens. The first one is told where the others do."""
+    """Shard `number`, which listens. The first one is told where the others do."""
 
-    def __init__(self, config: Config, initial: Array, token: str) -> None:
-        self._config, self._token, self._others = config, token, list[Peer]()
+    def __init__(self, config: Config, number: int, initial: Array, token: str) -> None:
+        self._config, self.number, self._token, self._others = config, number, token, list[Peer]()
         self._server = Server(config, initial, self._forward)
         self._listener: Listener | None = None
         self._ticking: asyncio.Task[None] | None = None

@@ -57,6 +57,8 @@ SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learn
 class Fleet:
     """All of them together, as the trainer sees a worker."""
 
+    server: type[ServerActor] = ServerActor
+
     def __init__(self, config: Config) -> None:
         try:
             import ray
@@ -78,6 +80,7 @@ class Fleet:
         self._clocks: dict[int, dict[str, float]] = {}
         self._ended: list[dict[str, float]] = []  # clocks of learners that were replaced
         self._updates = 0  # of all learners
+        self.told: list[int] = []  # who reported last
         self._unread: Learned | None = None  # what was told while a checkpoint was written
         self._saved, self._final = 0, False  # step of the newest checkpoint; it is the last one
         self._notes: list[str] = []
@@ -105,12 +108,14 @@ class Fleet:
         self._open.callback(self._meeting.close)
         self._ranges = ranges(len(initial), config.sync.servers)
         spread = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
-        self._make_server = ray.remote(**spread)(ServerActor).remote
+        self._make_server = ray.remote(**spread)(self.server).remote
         self._make_learner = ray.remote(max_concurrency=2, **spread)(LearnerActor).remote
         self._incarnations = [0] * config.learners
         self._learners: list[Any] = [None] * config.learners
         self._running: dict[Any, int] = {}  # what ends with a learner -> its rank
-        self._servers = [self._make_server(config, initial[r], self._token) for r in self._ranges]
+        self._servers = [
+            self._make_server(self._theirs, i, initial[r], self._token) for i, r in enumerate(self._ranges)
+        ]
         self._serving = {server.serve.remote(): i for i, server in enumerate(self._servers)}
         self._snapshots: list[State] = [{} for _ in self._servers]
         self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
@@ -205,6 +210,7 @@ class Fleet:
     def _news(self, seconds: float) -> Learned | None:
         learned: Learned | None = None
         self.steps, told = self._meeting.call(self._meeting.hub.news(seconds))
+        self.told = [report.rank for report in told]
         for report in told:
             if report.incarnation != self._incarnations[report.rank]:
                 continue
@@ -301,7 +307,7 @@ class Fleet:
             for i in dead:
                 ray.kill(self._servers[i])
                 part, state = copy.part(self._ranges[i]), self._snapshots[i]
-                made = self._servers[i] = self._make_server(config, part.params, self._token)
+                made = self._servers[i] = self._make_server(self._theirs, i, part.params, self._token)
                 ray.get(made.restore.remote(state, part, position, members))
                 lost.append(
                     f"server {i} ended at step {self.steps:,} and was restarted: its parameters are those of version {copy.position.version:,} of {position.version:,}, "

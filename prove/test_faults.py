@@ -1,0 +1,175 @@
+"""Learners and servers on Ray that are killed or stopped at random moments: the run finishes, and no push is applied twice.
+
+Four kinds of faults, five of each in runs of four modes, on CartPole with two learners and two servers; and the same runs
+without faults, to compare. What was seen goes to benchmarks/results/faults.jsonl:
+
+pause    the longest time between two reports of survivors, from a fault to the next one (or 10 s)
+lost     pushes, or parts of them, that were in a version and are not in the parameters any more: what a restarted server's copy
+         did not have
+returns  greedy evaluation of the best and of the last parameters
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qfleet
+from qfleet.config import Config
+from qfleet.runtime.actors import ServerActor
+from qfleet.runtime.cluster import Fleet
+from qfleet.sync.policies import Commit
+from qfleet.sync.shard import Copy, Position
+from qfleet.types import Array, State
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from common import record
+
+FAULTS = 5
+STEPS = 40_000
+KINDS = ("none", "kill a learner", "stop a learner", "kill a server", "kill two")
+SETTINGS: dict[str, Any] = {
+    "learners": 2, "sync.servers": 2, "sync.heartbeat": 2.0, "learner.batch_size": 64, "runtime.eval_every": 10_000, "runtime.checkpoint_every": 0,
+}  # fmt: skip
+
+
+class Ledger(ServerActor):
+    """Writes down every commit it carried out, before anybody can see the new version."""
+
+    def __init__(self, config: Config, number: int, initial: Array, token: str) -> None:
+        super().__init__(config, number, initial, token)
+        self._file = open(Path(config.run_dir) / f"ledger_{number}.jsonl", "a")  # noqa: SIM115 - as long as the process
+        shard = self._server.shard
+        carry_out = shard.commit
+
+        def noted(commit: Commit) -> None:
+            before, missing = shard.version, len(shard.missing)
+            carry_out(commit)
+            for due in shard.log:
+                if due.version > before:
+                    self._note({"version": due.version, "keys": [key for key, _ in due.parts]})
+            if len(shard.missing) > missing:
+                self._note({"missing": shard.missing[missing:]})
+
+        shard.commit = noted  # type: ignore[method-assign]
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+    async def restore(self, state: State, part: Copy, position: Position, members: Mapping[int, int]) -> None:
+        await super().restore(state, part, position, members)
+        self._note({"copy": part.position.version, "position": position.version})
+
+
+def audit(path: Path) -> dict[str, int]:
+    """Every push at most once in the parameters as they are in the end; versions without gaps. -> how much was lost."""
+    applied: dict[int, list[tuple[int, ...]]] = {}
+    version = lost = missing = 0
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        if "copy" in entry:
+            for gone in [v for v in applied if v > entry["copy"]]:
+                lost += len(applied.pop(gone))
+            version = entry["position"]
+        elif "missing" in entry:
+            missing += len(entry["missing"])
+        else:
+            assert entry["version"] == version + 1, entry
+            version += 1
+            applied[version] = [tuple(key) for key in entry["keys"]]
+    keys = [key for parts in applied.values() for key in parts]
+    assert len(keys) == len(set(keys)), "a push was applied twice"
+    return {"applied": len(keys), "lost": lost, "missing": missing, "version": version}
+
+
+class Disturbance:
+    """Faults at random steps, and when whom was heard of."""
+
+    def __init__(self, kind: str, seed: str) -> None:
+        self.kind, self.random = kind, random.Random(seed)
+        count = 0 if kind == "none" else FAULTS
+        self.at = sorted(self.random.uniform(0.05, 0.9) * STEPS for _ in range(count))
+        self.faults: list[tuple[float, list[int]]] = []  # when, learners that were hit
+        self.heard: list[tuple[float, int]] = []  # when, which learner
+
+    def after_news(self, fleet: Fleet) -> None:
+        now = time.monotonic()
+        self.heard += [(now, rank) for rank in fleet.told]
+        if not self.at or fleet.steps < self.at[0]:
+            return
+        live = fleet._at_hub(lambda hub: sorted(hub.live))
+        learners = [("learner", rank, fleet._learners[rank]) for rank in live]
+        servers = [("server", i, server) for i, server in enumerate(fleet._servers)]
+        if len(live) < 2 or fleet.over:  # a new one is on its way: later
+            return
+        self.at.pop(0)
+        choice = {"kill a server": servers, "kill two": learners + servers}.get(self.kind, learners)
+        hit = self.random.sample(choice, 2 if self.kind == "kill two" else 1)
+        number = signal.SIGSTOP if self.kind == "stop a learner" else signal.SIGKILL
+        pids = fleet._ray.get([actor.pid.remote() for _, _, actor in hit])
+        self.faults.append((time.monotonic(), [which for what, which, _ in hit if what == "learner"]))
+        for pid in pids:
+            os.kill(pid, number)
+
+    def pauses(self) -> list[float]:
+        """Of those that were not hit; of a fault that hit all learners there is none."""
+        found = []
+        ends = [when for when, _ in self.faults[1:]] + [float("inf")]
+        for (begin, hit), end in zip(self.faults, ends, strict=False):
+            times = [t for t, rank in self.heard if rank not in hit and begin <= t <= min(end, begin + 10.0)]
+            if times:
+                found.append(max(b - a for a, b in zip([begin, *times], times, strict=False)))
+        return found
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # Ledger
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp", "diloco"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults(ray: None, kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbance = Disturbance(kind, f"{kind} {mode}")
+    news, note, notes = Fleet._news, Fleet.note, list[str]()
+
+    def hear(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        disturbance.after_news(self)
+        return learned
+
+    def noted(self: Fleet) -> str:
+        text = note(self)
+        notes.extend([text] if text else [])
+        return text
+
+    monkeypatch.setattr(Fleet, "_news", hear)
+    monkeypatch.setattr(Fleet, "note", noted)
+    monkeypatch.setattr(Fleet, "server", Ledger)
+    began = time.monotonic()
+    run = qfleet.train("CartPole-v1", seed=1, total_steps=STEPS, run_dir=tmp_path / "run", device="cpu", overrides=SETTINGS | {"sync.mode": mode}, progress=False)  # fmt: skip
+    assert run.stop_reason == "total_steps" and run.evaluation is not None
+    assert len(disturbance.faults) == (0 if kind == "none" else FAULTS)
+    ledgers = [audit(tmp_path / f"run/ledger_{i}.jsonl") for i in range(2)]
+    assert ledgers[0]["version"] == ledgers[1]["version"]
+    last = [row["eval/mean_reward"] for row in run.metrics if "eval/mean_reward" in row]
+    record("faults", {
+        "kind": kind, "mode": mode, "faults": len(disturbance.faults), "pauses": disturbance.pauses(), "ledgers": ledgers, "notes": notes,
+        "best": run.evaluation.mean_return, "last": last[-1], "evaluations": last, "seconds": time.monotonic() - began,
+    })  # fmt: skip
