@@ -58,6 +58,9 @@ class Window:
         values |= {f"pipeline/{name}": passed[name] / wall for name in SHARES}
         values["pipeline/transfer_mb_per_second"] = passed["bytes"] / 1e6 / wall
         values |= rates(passed, wall)
+        if "sync/samples_per_second" in values:
+            values["sync/sent_mb"] = now["sync/bytes"] / 1e6
+            values["sync/pushes"] = now["sync/pushes"]
         if passed["steps"]:
             values["pipeline/samples_per_step"] = passed["updates"] * batch_size / passed["steps"]
         self._loss_sum, self._updates, self._then = 0.0, 0, now
