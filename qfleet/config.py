@@ -323,6 +323,11 @@ class SyncConfig:
             return self.transport
         return "server" if self.mode in ("async", "window", "ssp", "easgd") else "allreduce"
 
+    @property
+    def together(self) -> bool:
+        """Do all learners go through their rounds together?"""
+        return self.mode in BARRIER_MODES or self.over == "allreduce"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

@@ -30,19 +30,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from qfleet import envs, rng
 from qfleet.config import Config, ConfigError, override
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.runtime import checkpoint
-from qfleet.runtime.actors import LearnerActor, ServerActor, added, part_of
+from qfleet.runtime.actors import LearnerActor, ServerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Hub, Meeting
+from qfleet.runtime.member import added
 from qfleet.runtime.setup import summary
 from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.client import Client
-from qfleet.sync.shard import Copy, ranges
+from qfleet.sync.shard import Copy, Position, ranges
 from qfleet.sync.traffic import COUNTS, rates
 from qfleet.sync.wire import Address
 from qfleet.types import State
@@ -70,7 +72,9 @@ class Fleet:
         self._open = contextlib.ExitStack()
         self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
         check(config)
-        self.config = config = override(config, {"sync.transport": "server", "device": "cpu"})
+        transport = "server" if config.sync.transport == "auto" else config.sync.transport
+        self.config = config = override(config, {"sync.transport": transport, "device": "cpu"})
+        self._shards = config.sync.servers if transport == "server" else 0
         self._theirs = override(config, {"run_dir": str(Path(config.run_dir).absolute())})
         sample = envs.make(config.env, seed=rng.derive(config.seed, "sample"), num_envs=1, threads=1)
         self._open.callback(sample.close)
@@ -89,10 +93,10 @@ class Fleet:
 
     def summary(self) -> list[str]:
         c = self.config
-        servers = f"{c.sync.servers} server{'s' if c.sync.servers > 1 else ''}"
+        servers = f"with {self._shards} server{'s' if self._shards > 1 else ''}" if self._shards else "by all-reduce"
         return [
             *summary(c, self.envs, "cpu"),
-            f"  learners      {c.learners} on Ray with {servers}, sync {c.sync.mode}, codec {c.sync.codec}",
+            f"  learners      {c.learners} on Ray {servers}, sync {c.sync.mode}, codec {c.sync.codec}",
         ]
 
     # --- making ------------------------------------------------------------------------------------------------------
@@ -103,10 +107,11 @@ class Fleet:
         first = Learner(config, self.envs.spec, self.device)
         self._net, self.flat = first.net, first.flat
         initial = first.flat.data.numpy().copy()
+        self._newest = Copy(Position(-1, -1, 0.0, {}), initial, initial)
         self._token = secrets.token_hex(16)
         self._meeting = Meeting(self._theirs, self._token)
         self._open.callback(self._meeting.close)
-        self._ranges = ranges(len(initial), config.sync.servers)
+        self._ranges = ranges(len(initial), self._shards) if self._shards else []
         spread = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
         self._make_server = ray.remote(**spread)(self.server).remote
         self._make_learner = ray.remote(max_concurrency=2, **spread)(LearnerActor).remote
@@ -120,14 +125,19 @@ class Fleet:
         self._snapshots: list[State] = [{} for _ in self._servers]
         self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
         self._open.callback(self._kill_all)
-        self._connect()
-        self._client = Client(config, -1, 0, len(initial), self._find, self._token)
-        self._open.callback(self._client.close)
+        self._address = str(ray.util.get_node_ip_address())
+        self._client: Client | None = None
+        if self._shards:
+            self._connect()
+            self._client = Client(config, -1, 0, len(initial), self._find, self._token)
+            self._open.callback(self._client.close)
+        else:
+            self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self._looked = self._asked_at = time.monotonic()
 
     def _join_ray(self) -> None:
         """One that is given, or that this process has joined already, or a local one of our own."""
-        ray, needed = self._ray, self.config.learners + self.config.sync.servers
+        ray, needed = self._ray, self.config.learners + self._shards
         address = self.config.address or os.environ.get("RAY_ADDRESS", "")
         if not ray.is_initialized():
             quiet = {"include_dashboard": None if address else False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -140,7 +150,7 @@ class Fleet:
         found = ray.cluster_resources().get("CPU", 0)
         if found < needed:
             raise ConfigError(
-                f"{self.config.learners} learners and {self.config.sync.servers} servers take a CPU each ({needed}), but the Ray cluster has {found:g}: add machines, or ask for fewer."
+                f"{self.config.learners} learners and {self._shards} servers take a CPU each ({needed}), but the Ray cluster has {found:g}: add machines, or ask for fewer."
             )
         machines = sum(node["Alive"] for node in ray.nodes())
         self._here = -(-self.config.learners // machines)  # learners on one machine
@@ -164,10 +174,11 @@ class Fleet:
         return self._meeting.call(inside())
 
     def _new_learner(self, rank: int, late: bool = False, resume: int = 0) -> None:
-        c = self._theirs
-        hub = (self._ray.util.get_node_ip_address(), self._meeting.port)  # type: ignore[no-untyped-call]
-        made = self._make_learner(c, rank, self._incarnations[rank], late, hub, self._token, self._here, resume)
-        self._learners[rank] = made
+        hub = (self._address, self._meeting.port)
+        store = (self._address, 0 if self._shards else self._store.port)
+        self._learners[rank] = self._make_learner(
+            self._theirs, rank, self._incarnations[rank], late, hub, store, self._token, self._here, resume
+        )
 
     def _run(self) -> None:
         """Learners begin when all of them are made."""
@@ -226,7 +237,7 @@ class Fleet:
     def _look_after(self) -> None:
         """Replace who died or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
         ray = self._ray
-        if ray.wait(list(self._serving), timeout=0)[0] or self._at_hub(lambda hub: hub.complaints):
+        if self._shards and (ray.wait(list(self._serving), timeout=0)[0] or self._at_hub(lambda hub: hub.complaints)):
             self._repair()
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])
@@ -249,7 +260,8 @@ class Fleet:
     def _replace(self, rank: int, what: str) -> None:
         self._ray.kill(self._learners[rank])
         self._at_hub(lambda hub: hub.leave(rank))
-        self._client.leave(rank)
+        if self._client is not None:
+            self._client.leave(rank)
         if rank in self._clocks:
             self._ended.append(self._clocks.pop(rank))
         self._then.pop(rank, None)
@@ -335,25 +347,34 @@ class Fleet:
 
     def _freshest(self) -> Copy:
         """The newest parameters that a learner has, or this process."""
-        mine = self._client.copy()
+        if self._client is not None:
+            self._newest = self._client.copy()
         versions = self._living(lambda learner: learner.version.remote())
         for rank in sorted(versions, key=lambda r: -versions[r]):
-            if versions[rank] <= mine.position.version:
+            if versions[rank] <= self._newest.position.version:
                 break
             with contextlib.suppress(self._ray.exceptions.RayActorError):
-                copy: Copy = self._ray.get(self._learners[rank].copy.remote())
-                return copy
-        return mine
+                self._newest = self._ray.get(self._learners[rank].copy.remote())
+                break
+        return self._newest
 
     # --- what is seen of it ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Flat]:
-        self.flat.data.copy_(self._client.newest())
+        self._pull()
         yield self.flat
 
+    def _pull(self) -> None:
+        """The newest parameters."""
+        if self._client is not None:
+            self.flat.data.copy_(self._client.newest())
+        else:
+            self.flat.data.copy_(torch.tensor(self._freshest().params))
+
     def exploded(self) -> bool:
-        return not bool(self._client.newest().abs().max() < EXPLODED)
+        self._pull()
+        return not bool(self.flat.data.abs().max() < EXPLODED)
 
     def note(self) -> str:
         return self._notes.pop(0) if self._notes else ""
@@ -401,6 +422,9 @@ class Fleet:
         while present & set(self._at_hub(lambda hub: hub.missing(step))) & set(self._running.values()):
             self._unread = added(self._unread, self._news(PATIENCE))
             self._look_after()
+            if self.over and not self._final:  # meanwhile they came to their end
+                self._final = True
+                self._at_hub(lambda hub: hub.save(step, final=True))
         states = self._states()
         with self.lend():
             model = self._net.state_dict()
@@ -444,9 +468,9 @@ class Fleet:
 
 def check(config: Config) -> None:
     """Can these learners work together on Ray?"""
-    if config.sync.transport == "allreduce":
+    if config.sync.transport == "allreduce" and config.sync.balance:
         raise ConfigError(
-            f"learners on Ray meet at servers so far; for all-reduce use a launcher: torchrun --nproc-per-node {config.learners} -m qfleet train ..."
+            "sync.balance on Ray needs servers, which measure how fast everybody is: add --sync.transport server."
         )
     check_division(config, config.learners)
 

@@ -22,13 +22,13 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from qfleet import __version__
-from qfleet.config import BARRIER_MODES, Config
+from qfleet.config import Config
 from qfleet.learner import Learned
 from qfleet.sync.wire import Address, Answer, Handler, Listener, Loop
 from qfleet.types import Array, State
 
 T = TypeVar("T")
-FOR_EVER = 1 << 60
+READY, WAITING, BROKEN = "ready", "waiting", "broken"  # may be in a group; not yet; is in one that cannot go on
 
 
 class Report(NamedTuple):
@@ -41,6 +41,7 @@ class Report(NamedTuple):
     learned: Learned | None  # since the last report
     values: dict[str, float]
     clock: dict[str, float]
+    group: str = READY  # all-reduce: can it take part in updates?
 
 
 class Orders(NamedTuple):
@@ -50,6 +51,8 @@ class Orders(NamedTuple):
     stop: bool
     lr_scale: float
     save: int  # step of the newest checkpoint to take part in
+    epoch: int = 0  # all-reduce: number of the group that makes the next updates
+    members: Sequence[int] = ()  # and who is in it
 
 
 def identity(config: Config) -> list[str]:
@@ -61,7 +64,7 @@ class Hub:
     """Its coroutines run in one event loop, in which nothing else can happen between two `await`s."""
 
     def __init__(self, config: Config) -> None:
-        self._together = config.sync.mode in BARRIER_MODES
+        self._together = config.sync.together
         self._identity = identity(config)
         self.live: dict[int, int] = {}  # rank -> incarnation
         self._beats: dict[int, float] = {}  # when it gave its last sign of life
@@ -134,7 +137,7 @@ class Hub:
             return 0
         self._told.append(report)
         self._news.set()
-        self._newest[report.rank] = report._replace(round=FOR_EVER)
+        self._newest[report.rank] = report
         self.ended.add(report.rank)
         self._meet()
         while not self._final:
@@ -161,13 +164,24 @@ class Hub:
 
     def _meet(self) -> None:
         """Totals and orders change when all have come as far, or with every report."""
-        least = min((self._newest[r].round if r in self._newest else -1 for r in self.live), default=-1)
-        if self._together and least <= self._met and self.live:
+        going = [r for r in self.live if r not in self.ended]
+        least = min((self._newest[r].round if r in self._newest else -1 for r in going), default=self._met)
+        if self._together and least <= self._met and going:
             return
         self._met = max(self._met, least)
         total = self._gone + sum(report.steps for report in self._newest.values())
-        self._orders = self._wanted._replace(total=total)
+        epoch, members = self._group()
+        self._orders = self._wanted._replace(total=total, epoch=epoch, members=members)
         self._wake()
+
+    def _group(self) -> tuple[int, list[int]]:
+        """Another one when somebody left or can take part now, or when the one there is cannot go on."""
+        epoch, before = self._orders.epoch, list(self._orders.members)
+        ready = sorted(
+            r for r in self.live if r not in self.ended and r in self._newest and self._newest[r].group != WAITING
+        )
+        broken = any(self._newest[r].group == BROKEN for r in ready)
+        return (epoch + 1, ready) if broken or ready != before else (epoch, before)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -198,7 +212,7 @@ class Hub:
     def order(self, **wanted: Any) -> None:
         self._wanted = self._wanted._replace(**wanted)
         if not self._together:
-            self._orders = self._wanted._replace(total=self._orders.total)
+            self._orders = self._orders._replace(**wanted)
 
     def save(self, step: int, final: bool) -> None:
         """All learners shall save their part of a checkpoint: soon, or at their end."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -25,11 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qfleet import __version__
-from qfleet.config import GRADIENT_MODES, Config, ConfigError, flatten, to_dict
+from qfleet.config import Config, ConfigError, flatten, to_dict
 from qfleet.learner import Learner
-from qfleet.sync import allreduce
-from qfleet.sync.balance import Balance, Work
-from qfleet.sync.local import Local
+from qfleet.sync.balance import Balance
+from qfleet.sync.group import Group
 from qfleet.sync.traffic import Traffic
 from qfleet.types import State
 
@@ -41,6 +39,10 @@ NONE = Traffic()  # of who is alone
 
 class TeamError(RuntimeError):
     """Another learner ended, or does not answer."""
+
+
+class Broken(RuntimeError):
+    """Another learner of the group is gone: this update is given up, and due again in the next round."""
 
 
 class Team(Protocol):
@@ -206,11 +208,12 @@ class Ranks:
             self._compare()
         balanced = config.sync.balance or config.sync.weights
         self._balance = Balance(config.learner.batch_size, config.sync.weights) if balanced else None
-        self._work, self.traffic = Work(), Traffic()
+        self._group: Group | None = None
         self._learner: Learner | None = None
-        self._mean: allreduce.Mean | None = None
-        self._centre: allreduce.Centre | None = None
-        self._local: Local | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        return NONE if self._group is None else self._group.traffic
 
     def _compare(self) -> None:
         """All must have been started alike."""
@@ -225,29 +228,17 @@ class Ranks:
                     )
 
     def attach(self, learner: Learner) -> None:
-        config, flat, self._learner = self._config, learner.flat, learner
         with together():
-            dist.broadcast(flat.data, 0)
-        learner.target.copy_(flat)
-        self._mean = mean = allreduce.make(config.sync, flat.places, len(flat.data), config.seed)
-        step: Callable[[Tensor, int], None]
-        if config.sync.mode in GRADIENT_MODES:
-            step = lambda grad, samples: learner.apply(mean(grad, samples))  # noqa: E731
-        else:
-            self._centre = centre = allreduce.Centre(config.sync, mean, flat.data)
-            self._local = local = Local(config.sync, config.learner.target_interval, self.size, flat.data, centre)
-            step = lambda grad, samples: local.step(learner, grad, samples)  # noqa: E731
-
-        def agree(grad: Tensor, samples: int) -> None:
-            began, sent = time.perf_counter(), mean.bytes_sent
-            with together(), self._work.done(samples, learner.began):
-                step(grad, samples)
-            if mean.bytes_sent > sent:
-                self.traffic.pushed(samples, mean.bytes_sent - sent, grad.nbytes)
-            self.traffic.seconds += time.perf_counter() - began
-
-        learner.sync = agree
+            dist.broadcast(learner.flat.data, 0)
+        learner.target.copy_(learner.flat)
+        self._learner, self._group = learner, Group(self._config, learner)
+        learner.sync = self._agree
         self._divide()
+
+    def _agree(self, grad: Tensor, samples: int) -> None:
+        assert self._group is not None
+        with together():
+            self._group.agree(grad, samples)
 
     def enter(self, learner: Learner, own: int) -> bool:
         return True
@@ -255,7 +246,9 @@ class Ranks:
     def meet(self, steps: int) -> int:
         everybody = torch.zeros(3 + 2 * self.size, dtype=torch.float64)
         everybody[:3] = torch.tensor([steps, self._stop, self.lr_scale if self.rank == 0 else 0.0])
-        everybody[3 + 2 * self.rank : 5 + 2 * self.rank] = torch.tensor(self._work.tell())
+        everybody[3 + 2 * self.rank : 5 + 2 * self.rank] = torch.tensor(
+            self._group.work.tell() if self._group else (0, 0.0)
+        )
         with together():
             dist.all_reduce(everybody, group=self._control)
         total, stops, self.lr_scale, *worked = everybody.tolist()
@@ -294,12 +287,11 @@ class Ranks:
         return texts[0]
 
     def state(self) -> State:
-        return {name: part.state() for name, part in self._parts()}
+        state = {} if self._group is None else self._group.state()
+        return state | ({} if self._balance is None else {"balance": self._balance.state()})
 
     def load_state(self, state: State) -> None:
-        for name, part in self._parts():
-            part.load_state(state[name])
-
-    def _parts(self) -> list[tuple[str, Any]]:
-        parts = {"mean": self._mean, "centre": self._centre, "local": self._local, "balance": self._balance}
-        return [(name, part) for name, part in parts.items() if part is not None]
+        if self._group is not None:
+            self._group.load_state(state)
+        if self._balance is not None:
+            self._balance.load_state(state["balance"])

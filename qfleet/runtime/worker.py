@@ -26,7 +26,7 @@ from qfleet.replay import Limiter, Replay
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
 from qfleet.runtime.setup import device_of, pick_device, resolve, summary
-from qfleet.runtime.team import Team
+from qfleet.runtime.team import Broken, Team
 from qfleet.types import Spec, State, Step
 
 EXPLODED = 1e12  # a mean loss, or a parameter, above this, or no number at all, ends the run
@@ -164,7 +164,10 @@ class Worker:
             return None
         c, done = self.config.learner, min(1.0, self.stored_steps / self.config.total_steps)
         self.learner.lr = c.lr * self.team.lr_scale * lr_factor(c.lr_schedule, done)
-        return self.learner.learn(self.replay, due, self._beta())
+        try:
+            return self.learner.learn(self.replay, due, self._beta())
+        except Broken:
+            return None
 
     def _beta(self) -> float:
         c = self.config.replay

@@ -33,6 +33,10 @@ class Mean(Protocol):
         ...
 
     def __call__(self, vector: Tensor, weight: float) -> Tensor: ...
+    def common(self) -> list[Tensor]:
+        """What must be the same on all ranks."""
+        ...
+
     def state(self) -> State: ...
     def load_state(self, state: State) -> None: ...
 
@@ -58,6 +62,9 @@ class Reduced:
         self.bytes_sent += buffer.nbytes
         return buffer[:-1].div_(buffer[-1].clone())
 
+    def common(self) -> list[Tensor]:
+        return []
+
     def state(self) -> State:
         return {}
 
@@ -81,6 +88,9 @@ class Gathered:
         for message, w in zip(messages, weights, strict=True):
             total.add_(self._codec.decode(message[8:]), alpha=w / sum(weights))
         return total
+
+    def common(self) -> list[Tensor]:
+        return []
 
     def state(self) -> State:
         return self._codec.state()
@@ -135,6 +145,9 @@ class LowRank:
         flat = self._reduce(torch.cat([p.flatten() for p in parts]), weight)
         return [f.view(p.shape) for f, p in zip(torch.split(flat, [p.numel() for p in parts]), parts, strict=True)]
 
+    def common(self) -> list[Tensor]:
+        return self._q
+
     def state(self) -> State:
         return {"residual": self.residual, **{f"q{i}": q for i, q in enumerate(self._q)}}
 
@@ -150,14 +163,18 @@ class Centre:
     def __init__(self, sync: SyncConfig, mean: Mean, initial: Tensor) -> None:
         self._mean, self._centre = mean, initial.clone()
         self._outer = Outer(sync, self._centre)
-        self._scale = float(dist.get_world_size()) if sync.mode == "easgd" else 1.0  # there it is a sum
+        self._sum = sync.mode == "easgd"  # of the moves, not their mean
 
     def newest(self) -> Tensor:
         return self._centre
 
     def exchange(self, move: Tensor, weight: float) -> Tensor:
-        self._outer(self._mean(move, 1.0 if self._scale != 1.0 else weight), self._scale)
+        mean = self._mean(move, 1.0 if self._sum else weight)
+        self._outer(mean, float(dist.get_world_size()) if self._sum else 1.0)
         return self._centre.clone()
+
+    def common(self) -> list[Tensor]:
+        return [self._centre, *self._outer.state().values()]
 
     def state(self) -> State:
         return {"centre": self._centre, "outer": self._outer.state()}

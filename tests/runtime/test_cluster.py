@@ -76,12 +76,15 @@ def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) 
     assert numbers(runs[0]) == numbers(runs[1])
 
 
-@pytest.mark.parametrize(("mode", "codec"), [("sync", "int8"), ("diloco", "fp32")])
+@pytest.mark.parametrize(
+    ("mode", "codec", "transport"),
+    [("sync", "int8", "server"), ("diloco", "fp32", "server"), ("sync", "powersgd", "allreduce")],
+)
 def test_resumed_it_goes_on_exactly(
-    ray: None, mode: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray: None, mode: str, codec: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped by a signal soon after the first checkpoint: two checkpoints of everybody's parts."""
-    settings = {"sync__servers": 2, "sync__codec": codec, "sync__local_steps": 4}
+    settings = {"sync__servers": 2, "sync__codec": codec, "sync__local_steps": 4, "sync__transport": transport}
     whole = trained(tmp_path / "whole", mode, **settings)
     save = Trainer._save
 
@@ -150,6 +153,31 @@ def test_a_learner_that_dies_or_hangs_is_replaced(
 
 
 @pytest.mark.parametrize(
+    ("mode", "number"), [("sync", signal.SIGKILL), ("diloco", signal.SIGSTOP), ("admm", signal.SIGKILL)]
+)
+def test_all_reduce_goes_on_with_the_survivors(
+    ray: None, mode: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = disturbed(monkeypatch, [("learner", 1, number)])
+    settings = {"sync__transport": "allreduce", "sync__heartbeat": 2.0, "sync__local_steps": 4, "env__num_envs": 6}
+    run = trained(tmp_path / "run", mode, **settings, learners=3, total_steps=12_000)
+    assert len(told) == 1 and "learner 1" in told[0] and "takes its place" in told[0]
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 12_000
+    # No update is missing, and all have the same centre, or parameters.
+    folder = (run.dir / "checkpoints/last").resolve().name
+    parts = [
+        checkpoint.read(run.dir / f"learners/{rank}/checkpoints/{folder}")[0]["learner"]
+        for rank in range(3)
+        if (run.dir / f"learners/{rank}/checkpoints/{folder}").exists()
+    ]
+    assert len(parts) >= 2 and parts[0]["updates"] == pytest.approx((12_000 - 200) * 8 / (16 * 3), rel=0.02)
+    kind = "model" if mode == "sync" else "target"
+    for part in parts[1:]:
+        assert part["updates"] == parts[0]["updates"]
+        assert all((part[kind][name] == value).all() for name, value in parts[0][kind].items())
+
+
+@pytest.mark.parametrize(
     ("mode", "servers", "hits"),
     [
         ("sync", 1, ["server 0"]),
@@ -179,8 +207,8 @@ def test_a_server_that_dies_is_restarted(
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be divided among 3 learners"):
         trained(tmp_path / "run", "sync", learners=3)
-    with pytest.raises(ConfigError, match="use a launcher: torchrun --nproc-per-node 2"):
-        trained(tmp_path / "run", "sync", sync__transport="allreduce")
+    with pytest.raises(ConfigError, match=r"sync\.balance on Ray needs servers"):
+        trained(tmp_path / "run", "sync", sync__transport="allreduce", sync__balance=True)
     with pytest.raises(ConfigError, match="powersgd compresses whole matrices"):
         trained(tmp_path / "run", "sync", sync__codec="powersgd")
     with pytest.raises(ConfigError, match=r"sync\.weights has 3 numbers, but there are 2 learners"):

@@ -1,0 +1,80 @@
+"""A learner in the default group of torch.distributed: every update is agreed on with the other ranks, or every few."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qfleet.config import GRADIENT_MODES, Config
+from qfleet.learner import Learner
+from qfleet.sync import allreduce
+from qfleet.sync.balance import Work
+from qfleet.sync.local import Local
+from qfleet.sync.traffic import Traffic
+from qfleet.types import State
+
+
+class Group:
+    def __init__(self, config: Config, learner: Learner) -> None:
+        self._config, self._learner = config, learner
+        self.work, self.traffic = Work(), Traffic()
+        flat = learner.flat
+        self._mean = allreduce.make(config.sync, flat.places, len(flat.data), config.seed)
+        self._centre: allreduce.Centre | None = None
+        self._local: Local | None = None
+        if config.sync.mode not in GRADIENT_MODES:
+            self._centre = allreduce.Centre(config.sync, self._mean, flat.data)
+            interval = config.learner.target_interval
+            self._local = Local(config.sync, interval, dist.get_world_size(), flat.data, self._centre)
+
+    def agree(self, grad: Tensor, samples: int) -> None:
+        """In the place of the learner's own `apply`."""
+        began, sent = time.perf_counter(), self._mean.bytes_sent
+        with self.work.done(samples, self._learner.began):
+            if self._local is None:
+                self._learner.apply(self._mean(grad, samples))
+            else:
+                self._local.step(self._learner, grad, samples)
+        if self._mean.bytes_sent > sent:
+            self.traffic.pushed(samples, self._mean.bytes_sent - sent, grad.nbytes)
+        self.traffic.seconds += time.perf_counter() - began
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Everybody takes over what all must have in common from whoever has made most updates."""
+        learner, updates = self._learner, [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(updates, torch.tensor([learner.updates]))
+        learner.updates = int(max(updates))
+        source = updates.index(max(updates))
+        for tensor in self._common():
+            if tensor.numel():
+                dist.broadcast(tensor, source)
+        if self._local is not None and self._centre is not None:
+            self._local.seen = self._centre.newest().clone()
+
+    def begin(self) -> None:
+        """Local modes: the learner's own parameters are those of the centre."""
+        if self._local is not None:
+            self._learner.flat.data.copy_(self._local.seen)
+
+    def _common(self) -> list[Tensor]:
+        learner, optimizer = self._learner, self._learner.optimizer
+        common = [learner.target.data, *self._mean.common()]
+        if self._centre is None:
+            return [*common, learner.flat.data, optimizer.step.view(1), optimizer.m, optimizer.v]
+        return [*common, *self._centre.common()]
+
+    def state(self) -> State:
+        return {name: part.state() for name, part in self._parts()}
+
+    def load_state(self, state: State) -> None:
+        for name, part in self._parts():
+            part.load_state(state[name])
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        parts = {"mean": self._mean, "centre": self._centre, "local": self._local}
+        return [(name, part) for name, part in parts.items() if part is not None]
