@@ -151,6 +151,7 @@ class LearnerConfig:
         "constant", "linear and cosine fall to 0 at total_steps; plateau halves when the evaluation stalls"
     )
     optimizer: Literal["adam", "rmsprop", "sgd"] = opt("adam", "optimiser")
+    momentum: float = opt(0.0, "momentum of sgd")
     adam_eps: float = opt(1e-8, "Adam's and RMSprop's epsilon")
     loss: Literal["huber", "mse"] = opt("huber", "loss on the TD error (scalar networks)")
     gamma: float = opt(0.99, "discount")
@@ -183,6 +184,11 @@ class LearnerConfig:
         _check(self.adam_eps > 0, "learner.adam_eps", self.adam_eps, "positive")
         _check(self.munchausen_tau > 0, "learner.munchausen_tau", self.munchausen_tau, "positive")
         _check(self.threads >= 1, "learner.threads", self.threads, "at least 1")
+        _check(0 <= self.momentum < 1, "learner.momentum", self.momentum, "0 or more and below 1")
+        if self.momentum and self.optimizer != "sgd":
+            raise ConfigError(
+                f"learner.momentum is for --learner.optimizer sgd; {self.optimizer} has its own. Leave one of them out."
+            )
         if self.munchausen and self.double:
             raise ConfigError(
                 "learner.munchausen and learner.double exclude each other: Munchausen's soft target has no argmax to decouple. Set one to false."

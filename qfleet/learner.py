@@ -354,7 +354,8 @@ class Optimizer:
         self.data = data
         self.kind, self.eps, self.decay, self.clip = c.optimizer, c.adam_eps, c.weight_decay, c.grad_clip
         self.step = torch.zeros((), device=data.device)
-        self.m = torch.zeros_like(data if self.kind == "adam" else data[:0])
+        self.momentum = c.momentum
+        self.m = torch.zeros_like(data if self.kind == "adam" or self.momentum else data[:0])
         self.v = torch.zeros_like(data if self.kind != "sgd" else data[:0])
         self.adam: Callable[..., None] | None = None  # on the CPU, for networks that are not large
         if self.kind == "adam" and data.device.type == "cpu" and data.numel() <= KERNEL_SIZE:
@@ -382,6 +383,8 @@ class Optimizer:
         elif self.kind == "rmsprop":
             self.v.mul_(0.95).addcmul_(grad, grad, value=0.05)
             self.data.sub_(grad / self.v.sqrt().add_(self.eps) * lr)
+        elif self.momentum:
+            self.data.sub_(self.m.mul_(self.momentum).add_(grad) * lr)
         else:
             self.data.sub_(grad * lr)
 

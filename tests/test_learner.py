@@ -108,11 +108,19 @@ def test_moments_of_dead_units_become_zero_not_denormal() -> None:
     assert not torch.equal(weights, learner.flat.data)  # the first of them still moved by their momentum
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop", "sgd", "momentum"])
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_updates_equal_torch_optim(optimizer: str, decay: float) -> None:
     """20 updates, clipping and the target network included, against nn.Sequential + autograd + torch.optim."""
-    c = config(learner__optimizer=optimizer, learner__weight_decay=decay, learner__lr=0.01, learner__grad_clip=1.0)
+    momentum = 0.9 if optimizer == "momentum" else 0.0
+    kind = "sgd" if momentum else optimizer
+    c = config(
+        learner__optimizer=kind,
+        learner__momentum=momentum,
+        learner__weight_decay=decay,
+        learner__lr=0.01,
+        learner__grad_clip=1.0,
+    )
     learner = Learner(c, SPEC, CPU)
     linears = learner.net.plain_mlp()
     assert linears is not None
@@ -128,7 +136,7 @@ def test_updates_equal_torch_optim(optimizer: str, decay: float) -> None:
     elif optimizer == "rmsprop":
         reference = torch.optim.RMSprop(params, lr=0.01, alpha=0.95)
     else:
-        reference = torch.optim.SGD(params, lr=0.01)
+        reference = torch.optim.SGD(params, lr=0.01, momentum=momentum)
 
     source = Batches(8)
     for update in range(20):

@@ -41,13 +41,15 @@ class Mean(Protocol):
     def load_state(self, state: State) -> None: ...
 
 
-def make(sync: SyncConfig, places: Sequence[tuple[torch.Size, int]], size: int, seed: int) -> Mean:
+def make(
+    sync: SyncConfig, places: Sequence[tuple[torch.Size, int]], size: int, seed: int, momentum: float = 0.0
+) -> Mean:
     """The mean over the default group. `places`: shapes and offsets of the matrices in a vector of this size."""
     if sync.codec == "powersgd":
         return LowRank(places, size, sync.rank, seed)
     if sync.codec == "fp32":
         return Reduced()
-    return Gathered(codecs.make(sync, size, seed, dist.get_rank()))
+    return Gathered(codecs.make(sync, size, seed, dist.get_rank(), momentum=momentum))
 
 
 class Reduced:

@@ -45,7 +45,9 @@ class Client:
         self._servers: list[Connection] = []
         self._ranges = ranges(size, config.sync.servers)
         self._codecs = [
-            codecs.make(config.sync, r.stop - r.start, config.seed + incarnation, worker, part)
+            codecs.make(
+                config.sync, r.stop - r.start, config.seed + incarnation, worker, part, codecs.momentum_of(config)
+            )
             for part, r in enumerate(self._ranges)
         ]
         self._params, self._target = torch.zeros(size), torch.zeros(size)

@@ -7,6 +7,9 @@
 | int8  | 1.016          | the same, in 255 levels of the largest number among 256 neighbours                          |
 | topk  | 8 · sync.topk  | all but the largest: the rest is kept and added to the next vector (error feedback)         |
 
+Where gradients are sent by topk and the optimiser is sgd with momentum, the momentum is the sender's (as in Deep Gradient Compression, Lin et
+al. 2018): what is kept for later would otherwise arrive without it.
+
 The residual belongs to the sender: it is in its checkpoint. Random numbers follow from (seed, worker, message): no state.
 """
 
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qfleet import rng
-from qfleet.config import SyncConfig
+from qfleet.config import GRADIENT_MODES, Config, SyncConfig
 from qfleet.jit import kernel
 from qfleet.replay.kernels import uniform
 from qfleet.types import Array, State
@@ -38,7 +41,13 @@ class Codec(Protocol):
     def load_state(self, state: State) -> None: ...
 
 
-def make(sync: SyncConfig, size: int, seed: int, worker: int, part: int = 0) -> Codec:
+def momentum_of(config: Config) -> float:
+    """The momentum that a sender adds, in the place of the optimiser."""
+    sync = config.sync
+    return config.learner.momentum if sync.codec == "topk" and sync.mode in GRADIENT_MODES else 0.0
+
+
+def make(sync: SyncConfig, size: int, seed: int, worker: int, part: int = 0, momentum: float = 0.0) -> Codec:
     """For vectors of this size. powersgd is not here: it knows matrices (see allreduce)."""
     key = rng.key(seed, f"codec {worker} {part}")
     if sync.codec == "bf16":
@@ -46,7 +55,7 @@ def make(sync: SyncConfig, size: int, seed: int, worker: int, part: int = 0) -> 
     if sync.codec == "int8":
         return Int8(size, key)
     if sync.codec == "topk":
-        return TopK(size, sync.topk)
+        return TopK(size, sync.topk, momentum)
     return Plain()
 
 
@@ -107,11 +116,14 @@ class Int8(_Random):
 
 
 class TopK:
-    def __init__(self, size: int, part: float) -> None:
-        self._size, self._count = size, max(1, math.ceil(size * part))
+    def __init__(self, size: int, part: float, momentum: float = 0.0) -> None:
+        self._size, self._count, self._momentum = size, max(1, math.ceil(size * part)), momentum
         self.residual = torch.zeros(size)
+        self._velocity = torch.zeros(size if momentum else 0)
 
     def encode(self, x: Tensor) -> Array:
+        if self._momentum:
+            x = self._velocity.mul_(self._momentum).add_(x)
         self.residual.add_(x)
         chosen = self.residual.abs().topk(self._count, sorted=False).indices
         out = np.empty(8 * self._count, np.uint8)
@@ -127,10 +139,11 @@ class TopK:
         return out
 
     def state(self) -> State:
-        return {"residual": self.residual}
+        return {"residual": self.residual, "velocity": self._velocity}
 
     def load_state(self, state: State) -> None:
         self.residual.copy_(state["residual"])
+        self._velocity.copy_(state["velocity"])
 
 
 # --- kernels: a random number, a rounding, in one pass ----------------------------------------------------------------

@@ -13,6 +13,7 @@ from qfleet.config import GRADIENT_MODES, Config
 from qfleet.learner import Learner
 from qfleet.sync import allreduce
 from qfleet.sync.balance import Work
+from qfleet.sync.codecs import momentum_of
 from qfleet.sync.local import Local
 from qfleet.sync.traffic import Traffic
 from qfleet.types import State
@@ -23,7 +24,9 @@ class Group:
         self._config, self._learner = config, learner
         self.work, self.traffic = Work(), Traffic()
         flat = learner.flat
-        self._mean = allreduce.make(config.sync, flat.places, len(flat.data), config.seed)
+        momentum = momentum_of(config)
+        learner.optimizer.momentum -= momentum
+        self._mean = allreduce.make(config.sync, flat.places, len(flat.data), config.seed, momentum)
         self._centre: allreduce.Centre | None = None
         self._local: Local | None = None
         if config.sync.mode not in GRADIENT_MODES:

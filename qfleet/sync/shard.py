@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qfleet.config import GRADIENT_MODES, Config, SyncConfig
 from qfleet.learner import Optimizer
+from qfleet.sync.codecs import momentum_of
 from qfleet.sync.policies import Commit, Key
 from qfleet.types import Array, State
 
@@ -56,7 +57,8 @@ class Shard:
         self._later: dict[int, Commit] = {}
         self._tau = config.learner.tau
         # Whoever pushes clips: only it knows the whole gradient.
-        plain = replace(config, learner=replace(config.learner, grad_clip=0.0))
+        momentum = config.learner.momentum - momentum_of(config)
+        plain = replace(config, learner=replace(config.learner, grad_clip=0.0, momentum=momentum))
         gradients = config.sync.mode in GRADIENT_MODES
         self._rule = Optimizer(plain, self.params) if gradients else Outer(config.sync, self.params)
 

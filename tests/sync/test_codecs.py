@@ -1,11 +1,14 @@
 """What a codec loses is right in the mean, or kept for later to the bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fleet import sync_of
 
 from qfleet import rng
-from qfleet.config import ConfigError, SyncConfig
+from qfleet.config import Config, ConfigError, LearnerConfig, SyncConfig
+from qfleet.learner import Optimizer
 from qfleet.sync import codecs
 
 SIZE = 1000  # not a multiple of a block
@@ -81,6 +84,31 @@ def test_topk_sends_the_largest_and_keeps_the_rest() -> None:
         assert chosen.sum() == 10 and due[chosen].abs().min() >= due[~chosen].abs().max()
         sent, given = sent + got, given + x
         assert torch.equal(sent + codec.residual, given)
+
+
+def test_topk_carries_the_momentum_of_sgd() -> None:
+    """All of it sent, it is sgd with momentum; a part sent, everything arrives in the end with the momentum it had."""
+    config = replace(
+        Config(), learner=LearnerConfig(optimizer="sgd", momentum=0.9), sync=sync_of("async", codec="topk")
+    )
+    whole, part = (codecs.TopK(SIZE, k, codecs.momentum_of(config)) for k in (1.0, 0.1))
+    plain = replace(config, learner=replace(config.learner, grad_clip=0.0, optimizer="sgd"))
+    ours, theirs = torch.zeros(SIZE), torch.zeros(SIZE)
+    optimizer = Optimizer(plain, theirs)
+    sent = torch.zeros(SIZE)
+    for k in range(20):
+        x = vector(k)
+        optimizer(x.clone(), 0.1)
+        ours -= 0.1 * whole.decode(whole.encode(x))
+        sent -= 0.1 * part.decode(part.encode(x))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sent - 0.1 * part.residual, theirs, rtol=1e-5, atol=1e-5)
+    assert codecs.momentum_of(replace(config, sync=sync_of("diloco", codec="topk"))) == 0.0  # there the learner has it
+
+
+def test_momentum_is_for_sgd() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.momentum is for --learner\.optimizer sgd"):
+        LearnerConfig(momentum=0.9)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "topk"])
