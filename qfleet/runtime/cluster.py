@@ -8,10 +8,7 @@
 |------------|--------------------------------------------|---------------------|
 | supervisor | news at the hub, at most PATIENCE seconds  | any report, or time |
 
-A learner that is lost is replaced. When a server is lost, all servers pause; survivors come to the newest version any of them
-has; a new one begins with the freshest copy of its part that a learner has, and with the optimiser's state of its last
-snapshot; then everybody connects anew. Learners repeat the calls that failed; pushes that are in a version already are not
-applied again.
+A learner that is lost is replaced; servers are repaired (runtime.servers).
 
 Who waits inside the actors: runtime.actors, runtime.hub. Shutdown: the hub says stop, learners end after their round and wait for
 the final checkpoint, `close` kills what is left.
@@ -34,32 +31,28 @@ from torch._C._distributed_c10d import TCPStore
 
 from qfleet import envs, rng
 from qfleet.config import Config, ConfigError, override
-from qfleet.learner import Flat, Learned, Learner
+from qfleet.learner import ALIGN, Flat, Learned, Learner
 from qfleet.runtime import checkpoint
-from qfleet.runtime.actors import LearnerActor, ServerActor, part_of
+from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
-from qfleet.runtime.hub import Hub, Meeting
+from qfleet.runtime.hub import Meeting
 from qfleet.runtime.member import added
+from qfleet.runtime.servers import SPREAD, Servers
 from qfleet.runtime.setup import summary
 from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
-from qfleet.sync.client import Client
-from qfleet.sync.shard import Copy, Position, ranges
+from qfleet.sync.shard import Copy, Position
 from qfleet.sync.traffic import COUNTS, rates
-from qfleet.sync.wire import Address
 from qfleet.types import State
 
-PATIENCE = 1.0  # seconds in which the supervisor looks after the others even if there is no news
-SNAPSHOT = 5.0  # seconds between two copies of the servers' states
-REPAIRS = 10  # attempts
+PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
+ANSWER = 1.0  # seconds for a learner to say which version it has
 SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
 
 
 class Fleet:
     """All of them together, as the trainer sees a worker."""
-
-    server: type[ServerActor] = ServerActor
 
     def __init__(self, config: Config) -> None:
         try:
@@ -74,7 +67,7 @@ class Fleet:
         check(config)
         transport = "server" if config.sync.transport == "auto" else config.sync.transport
         self.config = config = override(config, {"sync.transport": transport, "device": "cpu"})
-        self._shards = config.sync.servers if transport == "server" else 0
+        self._shards = config.sync.servers if transport == "server" else 0  # servers
         self._theirs = override(config, {"run_dir": str(Path(config.run_dir).absolute())})
         sample = envs.make(config.env, seed=rng.derive(config.seed, "sample"), num_envs=1, threads=1)
         self._open.callback(sample.close)
@@ -103,37 +96,32 @@ class Fleet:
 
     def build(self) -> None:
         ray, config = self._ray, self.config
-        self._join_ray()
         first = Learner(config, self.envs.spec, self.device)
         self._net, self.flat = first.net, first.flat
         initial = first.flat.data.numpy().copy()
+        if self._shards > (most := len(initial) // ALIGN):
+            raise ConfigError(
+                f"sync.servers is {self._shards}, but the {len(initial):,} parameters of this network can be cut into {most:,} parts at most."
+            )
+        self._join_ray()
         self._newest = Copy(Position(-1, -1, 0.0, {}), initial, initial)
         self._token = secrets.token_hex(16)
         self._meeting = Meeting(self._theirs, self._token)
         self._open.callback(self._meeting.close)
-        self._ranges = ranges(len(initial), self._shards) if self._shards else []
-        spread = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
-        self._make_server = ray.remote(**spread)(self.server).remote
-        self._make_learner = ray.remote(max_concurrency=2, **spread)(LearnerActor).remote
+        self._make_learner = ray.remote(max_concurrency=2, **SPREAD)(LearnerActor).remote
         self._incarnations = [0] * config.learners
         self._learners: list[Any] = [None] * config.learners
         self._running: dict[Any, int] = {}  # what ends with a learner -> its rank
-        self._servers = [
-            self._make_server(self._theirs, i, initial[r], self._token) for i, r in enumerate(self._ranges)
-        ]
-        self._serving = {server.serve.remote(): i for i, server in enumerate(self._servers)}
-        self._snapshots: list[State] = [{} for _ in self._servers]
-        self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
-        self._open.callback(self._kill_all)
+        self._open.callback(self._kill_learners)
         self._address = str(ray.util.get_node_ip_address())
-        self._client: Client | None = None
+        self.servers: Servers | None = None
         if self._shards:
-            self._connect()
-            self._client = Client(config, -1, 0, len(initial), self._find, self._token)
-            self._open.callback(self._client.close)
+            about = (initial, self._token, self._meeting, self._freshest, self._members)
+            self.servers = Servers(ray, self._theirs, *about)
+            self._open.callback(self.servers.close)
         else:
             self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-        self._looked = self._asked_at = time.monotonic()
+        self._looked = time.monotonic()
 
     def _join_ray(self) -> None:
         """One that is given, or that this process has joined already, or a local one of our own."""
@@ -141,7 +129,8 @@ class Fleet:
         address = self.config.address or os.environ.get("RAY_ADDRESS", "")
         if not ray.is_initialized():
             quiet = {"include_dashboard": None if address else False, "log_to_driver": False, "logging_level": "ERROR"}
-            there = {"address": address} if address else {"num_cpus": max(os.cpu_count() or 1, needed + 1)}
+            ours = {"address": "local", "num_cpus": max(os.cpu_count() or 1, needed + 1)}
+            there = {"address": address} if address else ours
             try:
                 ray.init(**there, **quiet)
             except ConnectionError as e:
@@ -154,24 +143,6 @@ class Fleet:
             )
         machines = sum(node["Alive"] for node in ray.nodes())
         self._here = -(-self.config.learners // machines)  # learners on one machine
-
-    def _connect(self) -> None:
-        """Servers listen; the first one knows the others; the hub knows all."""
-        others = self._ray.get([server.listen.remote([]) for server in self._servers[1:]])
-        self._addresses = [self._ray.get(self._servers[0].listen.remote(others)), *others]
-        self._epoch = self._at_hub(lambda hub: hub.moved(self._addresses))
-
-    def _find(self, epoch: int) -> tuple[int, list[Address]]:
-        """As a client of the servers myself: those that fail are repaired."""
-        if epoch >= self._epoch:
-            self._repair()
-        return self._epoch, self._addresses
-
-    def _at_hub(self, what: Callable[[Hub], Any]) -> Any:
-        async def inside() -> Any:
-            return what(self._meeting.hub)
-
-        return self._meeting.call(inside())
 
     def _new_learner(self, rank: int, late: bool = False, resume: int = 0) -> None:
         hub = (self._address, self._meeting.port)
@@ -193,10 +164,10 @@ class Fleet:
             self._new_learner(rank)
         self._run()
 
-    def _kill_all(self) -> None:
-        for actor in [*self._learners, *self._servers]:
-            if actor is not None:
-                self._ray.kill(actor)
+    def _kill_learners(self) -> None:
+        for learner in self._learners:
+            if learner is not None:
+                self._ray.kill(learner)
 
     # --- rounds --------------------------------------------------------------------------------------------------------
 
@@ -213,14 +184,14 @@ class Fleet:
     def settle(self) -> Learned | None:
         """At the end, when all learners have come to theirs: what they said last."""
         learned: Learned | None = None
-        while self.over and not set(self._running.values()) <= self._at_hub(lambda hub: set(hub.ended)):
+        while self.over and not set(self._running.values()) <= self._meeting.at_hub(lambda hub: set(hub.ended)):
             learned = added(learned, self._news(PATIENCE))
             self._look_after()
         return learned
 
     def _news(self, seconds: float) -> Learned | None:
         learned: Learned | None = None
-        self.steps, told = self._meeting.call(self._meeting.hub.news(seconds))
+        self.steps, told = self._meeting.news(seconds)
         self.told = [report.rank for report in told]
         for report in told:
             if report.incarnation != self._incarnations[report.rank]:
@@ -237,8 +208,8 @@ class Fleet:
     def _look_after(self) -> None:
         """Replace who died or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
         ray = self._ray
-        if self._shards and (ray.wait(list(self._serving), timeout=0)[0] or self._at_hub(lambda hub: hub.complaints)):
-            self._repair()
+        if self.servers is not None:
+            self.servers.look_after()
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])
         )
@@ -253,15 +224,14 @@ class Fleet:
         heartbeat = self.config.sync.heartbeat
         if time.monotonic() - self._looked > heartbeat / 4:
             self._looked = time.monotonic()
-            for rank in self._at_hub(lambda hub: hub.silent(heartbeat)):
+            for rank in self._meeting.at_hub(lambda hub: hub.silent(heartbeat)):
                 self._replace(rank, f"gave no sign of life for {heartbeat:g} s")
-            self._take_snapshots()
 
     def _replace(self, rank: int, what: str) -> None:
         self._ray.kill(self._learners[rank])
-        self._at_hub(lambda hub: hub.leave(rank))
-        if self._client is not None:
-            self._client.leave(rank)
+        self._meeting.at_hub(lambda hub: hub.leave(rank))
+        if self.servers is not None:
+            self.servers.client.leave(rank)
         if rank in self._clocks:
             self._ended.append(self._clocks.pop(rank))
         self._then.pop(rank, None)
@@ -271,69 +241,13 @@ class Fleet:
             self._new_learner(rank, late=True)
             self._running[self._learners[rank].run.remote()] = rank
         then = "" if self.over else ": a new one takes its place"
-        self._notes.append(f"learner {rank} {what} at step {self.steps:,}{then}")
-
-    def _take_snapshots(self) -> None:
-        """Of the servers' states, one after the other time, without waiting for them. A server that is silent is killed."""
-        now, ray = time.monotonic(), self._ray
-        done, late = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
-        for ref in done:
-            with contextlib.suppress(ray.exceptions.RayActorError):
-                self._snapshots[self._asked[ref]] = ray.get(ref)
-        if late and now - self._asked_at > self.config.sync.heartbeat:
-            for ref in late:
-                ray.kill(self._servers[self._asked[ref]])
-            late = []
-        if not late and now - self._asked_at > SNAPSHOT:
-            self._asked = {server.state.remote(): i for i, server in enumerate(self._servers)}
-            self._asked_at = now
-
-    def _repair(self) -> None:
-        """See above."""
-        ray, config, began = self._ray, self.config, time.monotonic()
-        for _ in range(REPAIRS):
-            try:
-                lost = self._repair_once()
-                break
-            except ray.exceptions.RayActorError:  # another one, meanwhile
-                continue
-        else:
-            raise TeamError(f"the servers were lost {REPAIRS} times in a row. {config.run_dir} has what was saved.")
-        for what in lost:
-            self._notes.append(f"{what}; all went on after {time.monotonic() - began:.1f} s")
-
-    def _repair_once(self) -> list[str]:
-        """-> what was lost."""
-        ray, config, lost = self._ray, self.config, list[str]()
-        paused: dict[int, Any] = {}
-        for i, ref in enumerate([server.pause.remote() for server in self._servers]):
-            with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                paused[i] = ray.get(ref, timeout=config.sync.heartbeat)
-        dead = [i for i in range(len(self._servers)) if i not in paused]
-        if dead:
-            copy = self._freshest()
-            position, log = max(paused.values(), key=lambda p: p[0].version, default=(copy.position, []))
-            members = self._members()
-            for i in paused:
-                ray.get(self._servers[i].catch_up.remote(log))
-            for i in dead:
-                ray.kill(self._servers[i])
-                part, state = copy.part(self._ranges[i]), self._snapshots[i]
-                made = self._servers[i] = self._make_server(self._theirs, i, part.params, self._token)
-                ray.get(made.restore.remote(state, part, position, members))
-                lost.append(
-                    f"server {i} ended at step {self.steps:,} and was restarted: its parameters are those of version {copy.position.version:,} of {position.version:,}, "
-                    f"the optimiser's state is of version {state.get('version', 0):,}"
-                )
-            self._serving = {server.serve.remote(): i for i, server in enumerate(self._servers)}
-            self._asked = {}
-        self._connect()
-        return lost
+        self._notes.append(f"step {self.steps:,}: learner {rank} {what}{then}")
 
     def _living(self, ask: Callable[[Any], Any]) -> dict[int, Any]:
         """The answers of those learners that give one at once."""
-        asked = {ask(learner): rank for rank, learner in enumerate(self._learners) if learner is not None}
-        done, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE) if asked else ([], [])
+        live = self._meeting.at_hub(lambda hub: list(hub.live))
+        asked = {ask(self._learners[rank]): rank for rank in live}
+        done, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER) if asked else ([], [])
         answers = {}
         for ref in done:
             with contextlib.suppress(self._ray.exceptions.RayActorError):
@@ -345,18 +259,16 @@ class Fleet:
         joined = self._living(lambda learner: learner.joined.remote())
         return {rank: self._incarnations[rank] for rank in sorted(joined) if joined[rank]}
 
-    def _freshest(self) -> Copy:
-        """The newest parameters that a learner has, or this process."""
-        if self._client is not None:
-            self._newest = self._client.copy()
+    def _freshest(self, mine: Copy) -> Copy:
+        """The newest parameters that a learner has, if they are newer than mine."""
         versions = self._living(lambda learner: learner.version.remote())
         for rank in sorted(versions, key=lambda r: -versions[r]):
-            if versions[rank] <= self._newest.position.version:
+            if versions[rank] <= mine.position.version:
                 break
             with contextlib.suppress(self._ray.exceptions.RayActorError):
-                self._newest = self._ray.get(self._learners[rank].copy.remote())
-                break
-        return self._newest
+                found: Copy = self._ray.get(self._learners[rank].copy.remote())
+                return found
+        return mine
 
     # --- what is seen of it ---------------------------------------------------------------------------------------------
 
@@ -367,16 +279,20 @@ class Fleet:
 
     def _pull(self) -> None:
         """The newest parameters."""
-        if self._client is not None:
-            self.flat.data.copy_(self._client.newest())
+        if self.servers is not None:
+            self.flat.data.copy_(self.servers.client.newest())
         else:
-            self.flat.data.copy_(torch.tensor(self._freshest().params))
+            self._newest = self._freshest(self._newest)
+            self.flat.data.copy_(torch.tensor(self._newest.params))
 
     def exploded(self) -> bool:
         self._pull()
         return not bool(self.flat.data.abs().max() < EXPLODED)
 
     def note(self) -> str:
+        if self.servers is not None:
+            self._notes += [f"step {self.steps:,}: {note}" for note in self.servers.notes]
+            self.servers.notes.clear()
         return self._notes.pop(0) if self._notes else ""
 
     def values(self) -> dict[str, float]:
@@ -417,30 +333,22 @@ class Fleet:
             return
         self._final, step = self.over, max(self.steps, self._saved + 1)
         self._saved = step
-        self._at_hub(lambda hub: hub.save(step, final=self.over))
-        present = self._at_hub(lambda hub: set(hub.live))
-        while present & set(self._at_hub(lambda hub: hub.missing(step))) & set(self._running.values()):
+        self._meeting.at_hub(lambda hub: hub.save(step, final=self.over))
+        present = self._meeting.at_hub(lambda hub: set(hub.live))
+        while present & set(self._meeting.at_hub(lambda hub: hub.missing(step))) & set(self._running.values()):
             self._unread = added(self._unread, self._news(PATIENCE))
             self._look_after()
             if self.over and not self._final:  # meanwhile they came to their end
                 self._final = True
-                self._at_hub(lambda hub: hub.save(step, final=True))
-        states = self._states()
+                self._meeting.at_hub(lambda hub: hub.save(step, final=True))
+        states = [] if self.servers is None else self.servers.states()
         with self.lend():
             model = self._net.state_dict()
-            about = {"servers": states, "hub": self._at_hub(lambda hub: hub.state()), "incarnations": self._incarnations, "updates": self._updates}  # fmt: skip
+            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state()), "incarnations": self._incarnations, "updates": self._updates}  # fmt: skip
             checkpoints.save_state(
                 step, {"spec": asdict(self.envs.spec), "learner": {"model": model}, "cluster": about, **more}
             )
-        self._at_hub(lambda hub: hub.complete(step))
-
-    def _states(self) -> list[State]:
-        while True:
-            try:
-                states: list[State] = self._ray.get([server.state.remote() for server in self._servers])
-                return states
-            except self._ray.exceptions.RayActorError:
-                self._repair()
+        self._meeting.at_hub(lambda hub: hub.complete(step))
 
     def load(self, checkpoints: Checkpoints) -> State:
         """Learners whose part of the newest checkpoint is missing begin anew, as if they had been lost."""
@@ -448,10 +356,10 @@ class Fleet:
         state, _ = checkpoint.read(folder)
         about, step = state["cluster"], int(state["step"])
         self._saved, self._incarnations, self._updates = step, about["incarnations"], about["updates"]
-        self._ray.get([server.load.remote(s) for server, s in zip(self._servers, about["servers"], strict=True)])
-        self._snapshots = about["servers"]
+        if self.servers is not None:
+            self.servers.load(about["servers"])
         present = [r for r in range(self.config.learners) if (part_of(self._theirs, r) / "checkpoints" / folder.name).exists()]  # fmt: skip
-        self._at_hub(lambda hub: hub.load_state(about["hub"], present))
+        self._meeting.at_hub(lambda hub: hub.load_state(about["hub"], present))
         self.team.lr_scale = about["hub"]["lr_scale"]
         self.steps = about["hub"]["total"]
         for rank in range(self.config.learners):
@@ -496,4 +404,4 @@ class Orderer:
         self._order()
 
     def _order(self) -> None:
-        self._fleet._at_hub(lambda hub: hub.order(stop=self.stopping, lr_scale=self._scale))
+        self._fleet._meeting.at_hub(lambda hub: hub.order(stop=self.stopping, lr_scale=self._scale))

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
@@ -256,7 +256,7 @@ def _report(args: list[Any]) -> Report:
 
 
 class Meeting:
-    """A hub on a thread of this process. `call` runs something between its coroutines."""
+    """A hub on a thread of this process."""
 
     def __init__(self, config: Config, token: str) -> None:
         self._loop = Loop()
@@ -268,8 +268,16 @@ class Meeting:
         self.hub, self._listener = self._loop.run(make())
         self.port = self._listener.port
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run(coroutine)
+    def news(self, seconds: float) -> tuple[int, list[Report]]:
+        return self._loop.run(self.hub.news(seconds))
+
+    def at_hub(self, what: Callable[[Hub], T]) -> T:
+        """Do something between its coroutines."""
+
+        async def inside() -> T:
+            return what(self.hub)
+
+        return self._loop.run(inside())
 
     def close(self) -> None:
         self._loop.run(self._listener.close())

@@ -141,8 +141,8 @@ class Member(Alone):
         if self._pending:
             self._take_orders()
         # Where all are in the same round, none is waited for. Elsewhere some go on with theirs, and may wait for this one.
-        aside = not self._together and self.client is not None and self.client.joined
-        with self.client.aside() if aside and self.client is not None else contextlib.nullcontext():
+        free = self._together or self.client is None or not self.client.joined
+        with contextlib.nullcontext() if free or self.client is None else self.client.aside():
             self._hub("saved", [self.rank, self.saved_as]).receive()
 
     @property

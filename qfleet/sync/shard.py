@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qfleet.config import GRADIENT_MODES, Config, SyncConfig
-from qfleet.learner import Optimizer
+from qfleet.learner import ALIGN, Optimizer
 from qfleet.sync.codecs import momentum_of
 from qfleet.sync.policies import Commit, Key
 from qfleet.types import Array, State
@@ -19,9 +19,9 @@ from qfleet.types import Array, State
 LOGGED = 256  # commits
 
 
-def ranges(size: int, parts: int, align: int = 16) -> list[slice]:
-    """Nearly equal ranges of a buffer; their edges are multiples of `align`."""
-    edges = [size * i // parts // align * align for i in range(parts)] + [size]
+def ranges(size: int, parts: int) -> list[slice]:
+    """Nearly equal ranges of a buffer; their edges are multiples of ALIGN."""
+    edges = [size * i // parts // ALIGN * ALIGN for i in range(parts)] + [size]
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 

@@ -124,7 +124,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, hits: list[Hit], at: int = 1000) 
         learned = news(self, seconds)
         while self.steps > at and hits:
             kind, which, number = hits.pop()
-            hit = (self._learners if kind == "learner" else self._servers)[which]
+            hit = (self._learners if kind == "learner" else self.servers.actors)[which]
             os.kill(self._ray.get(hit.pid.remote()), number)
         return learned
 
@@ -211,6 +211,8 @@ def test_bad_input(tmp_path: Path) -> None:
         trained(tmp_path / "run", "sync", sync__transport="allreduce", sync__balance=True)
     with pytest.raises(ConfigError, match="powersgd compresses whole matrices"):
         trained(tmp_path / "run", "sync", sync__codec="powersgd")
+    with pytest.raises(ConfigError, match=r"sync\.servers is 200, but the 1,\d+ parameters .* into \d+ parts at most"):
+        trained(tmp_path / "run", "sync", sync__servers=200)
     with pytest.raises(ConfigError, match=r"sync\.weights has 3 numbers, but there are 2 learners"):
         trained(tmp_path / "run", "sync", sync__weights=(1.0, 2.0, 3.0))
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,152 @@
+"""The parameter servers of a cluster, as the supervisor sees them: Ray actors that are watched, and repaired.
+
+When one is lost, all pause; survivors come to the newest version any of them has; a new one begins with the freshest copy of
+its part that a learner has, and with the optimiser's state of its last snapshot; then everybody connects anew. Learners repeat the
+calls that failed; pushes that are in a version already are not applied again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qfleet.config import Config
+from qfleet.runtime.actors import ServerActor
+from qfleet.runtime.hub import Meeting
+from qfleet.runtime.team import TeamError
+from qfleet.sync.client import Client
+from qfleet.sync.shard import Copy, ranges
+from qfleet.sync.wire import Address
+from qfleet.types import Array, State
+
+SNAPSHOT = 5.0  # seconds between two copies of the servers' states
+REPAIRS = 10  # attempts
+SPREAD = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
+
+
+class Servers:
+    """`freshest`: the newest parameters that a learner has, if they are newer than these. `members`: learners that take part in updates, and
+    their incarnations."""
+
+    kind: type[ServerActor] = ServerActor
+
+    def __init__(
+        self,
+        ray: Any,
+        config: Config,
+        initial: Array,
+        token: str,
+        meeting: Meeting,
+        freshest: Callable[[Copy], Copy],
+        members: Callable[[], Mapping[int, int]],
+    ) -> None:
+        self._ray, self._config, self._token, self._meeting = ray, config, token, meeting
+        self._freshest, self._members = freshest, members
+        self._ranges = ranges(len(initial), config.sync.servers)
+        self._make = ray.remote(**SPREAD)(self.kind).remote
+        self.actors = [self._make(config, i, initial[r], token) for i, r in enumerate(self._ranges)]
+        self._serving = [server.serve.remote() for server in self.actors]  # what ends with a server
+        self._snapshots: list[State] = [{} for _ in self.actors]
+        self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
+        self._asked_at = time.monotonic()
+        self.notes: list[str] = []  # what the user should know
+        self._connect()
+        self.client = Client(config, -1, 0, len(initial), self._find, token)
+
+    def _connect(self) -> None:
+        """They listen; the first one knows the others; the hub knows all."""
+        others = self._ray.get([server.listen.remote([]) for server in self.actors[1:]])
+        self._addresses = [self._ray.get(self.actors[0].listen.remote(others)), *others]
+        self._epoch = self._meeting.at_hub(lambda hub: hub.moved(self._addresses))
+
+    def _find(self, epoch: int) -> tuple[int, list[Address]]:
+        """For this process's own client: servers that fail are repaired."""
+        if epoch >= self._epoch:
+            self.repair()
+        return self._epoch, self._addresses
+
+    # --- looking after them --------------------------------------------------------------------------------------------
+
+    def look_after(self) -> None:
+        ended, _ = self._ray.wait(self._serving, timeout=0)
+        if ended or self._meeting.at_hub(lambda hub: hub.complaints):
+            self.repair()
+        self._take_snapshots()
+
+    def _take_snapshots(self) -> None:
+        """Of their states, from time to time, without waiting for them. One that does not answer is killed."""
+        now, ray, waited = time.monotonic(), self._ray, time.monotonic() - self._asked_at
+        done, late = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        for ref in done:
+            number = self._asked.pop(ref)
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                self._snapshots[number] = ray.get(ref)
+        if late and waited > self._config.sync.heartbeat:
+            for ref in late:
+                ray.kill(self.actors[self._asked.pop(ref)])
+        elif not late and waited > SNAPSHOT:
+            self._asked = {server.state.remote(): i for i, server in enumerate(self.actors)}
+            self._asked_at = now
+
+    def repair(self) -> None:
+        began = time.monotonic()
+        for _ in range(REPAIRS):
+            try:
+                lost = self._repair()
+                break
+            except self._ray.exceptions.RayActorError:  # another one, meanwhile
+                continue
+        else:
+            raise TeamError(
+                f"the servers were lost {REPAIRS} times in a row. {self._config.run_dir} has what was saved."
+            )
+        self.notes += [f"{what}; all went on after {time.monotonic() - began:.1f} s" for what in lost]
+
+    def _repair(self) -> list[str]:
+        """-> what was lost."""
+        ray, lost, paused = self._ray, list[str](), dict[int, Any]()
+        for i, ref in enumerate([server.pause.remote() for server in self.actors]):
+            with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                paused[i] = ray.get(ref, timeout=self._config.sync.heartbeat)
+        dead = [i for i in range(len(self.actors)) if i not in paused]
+        if dead:
+            for i in dead:  # new processes take a second or two: meanwhile the rest is found out
+                ray.kill(self.actors[i])
+            copy, members = self._freshest(self.client.copy()), self._members()
+            position, log = max(paused.values(), key=lambda p: p[0].version, default=(copy.position, []))
+            for i in dead:
+                self.actors[i] = self._make(self._config, i, copy.part(self._ranges[i]).params, self._token)
+            for i in paused:
+                ray.get(self.actors[i].catch_up.remote(log))
+            for i in dead:
+                state = self._snapshots[i]
+                ray.get(self.actors[i].restore.remote(state, copy.part(self._ranges[i]), position, members))
+                lost.append(
+                    f"server {i} ended and was restarted: its parameters are those of version {copy.position.version:,} of {position.version:,}, "
+                    f"the optimiser's state is of version {state.get('version', 0):,}"
+                )
+            self._serving = [server.serve.remote() for server in self.actors]
+            self._asked = {}
+        self._connect()
+        return lost
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def states(self) -> list[State]:
+        while True:
+            try:
+                states: list[State] = self._ray.get([server.state.remote() for server in self.actors])
+                return states
+            except self._ray.exceptions.RayActorError:
+                self.repair()
+
+    def load(self, states: Sequence[State]) -> None:
+        self._ray.get([server.load.remote(state) for server, state in zip(self.actors, states, strict=True)])
+        self._snapshots = list(states)
+
+    def close(self) -> None:
+        self.client.close()
+        for server in self.actors:
+            self._ray.kill(server)
