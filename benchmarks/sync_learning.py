@@ -3,7 +3,7 @@
     python benchmarks/sync_learning.py [--only NAME ...] [--seeds 3]
 
 Columns: the best checkpoint on 20 fresh episodes and the evaluation at the end, per seed; medians of the seconds of training, of pushes (all learners), megabytes of all pushed messages
-(headers included), and versions between a push and what it was computed with. Batches are 128 samples over all learners.
+(headers included), and versions between a push and what it was computed with. Double DQN with the recipe's settings; its batch of 256 samples is divided among the learners.
 """
 
 from __future__ import annotations
@@ -42,9 +42,21 @@ def free_port() -> int:
 
 def one(name: str, seed: int, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     learners, launcher, settings = ROWS[name]
-    settings = {"learner.batch_size": 128 // learners, "device": "cpu", **MORE.get(settings["sync.mode"], {}), **settings, **extra}  # fmt: skip
+    settings = {"learner.batch_size": 256 // learners, "device": "cpu", **MORE.get(settings["sync.mode"], {}), **settings, **extra}  # fmt: skip
     words = [w for path, value in settings.items() for w in (f"--{path.replace('_', '-')}", str(value))]
-    command = ["-m", "qfleet", "train", "CartPole-v1", "--seed", str(seed), "--run-dir", str(folder), *words]
+    command = [
+        "-m",
+        "qfleet",
+        "train",
+        "CartPole-v1",
+        "--recipe",
+        "double",
+        "--seed",
+        str(seed),
+        "--run-dir",
+        str(folder),
+        *words,
+    ]
     if launcher == "torchrun":
         command = ["-m", "torch.distributed.run", "--nproc-per-node", str(learners), "--master-port", str(free_port()), *command]  # fmt: skip
     else:
