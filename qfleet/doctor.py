@@ -24,6 +24,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "minatar": (("minatar",), "MinAtar games"),
     "keras": (("keras",), "Keras models as networks"),
     "tensorboard": (("tensorboard",), "looking at the event files of a run"),
+    "ray": (("ray",), "several learners: qfleet train --learners 2"),
+    "spark": (("pyspark", "pyarrow"), "learners in the tasks of a Spark job (needs Java 17)"),
 }
 
 

@@ -77,4 +77,4 @@ def test_compiler_and_headers(monkeypatch, tmp_path):
 def test_the_extras_are_those_of_the_project():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(doctor.EXTRAS) == set(extras) - {"dev", "bench", "ray", "serve", "data"}  # not built yet
+    assert set(doctor.EXTRAS) == set(extras) - {"dev", "bench", "serve", "data"}  # not built yet

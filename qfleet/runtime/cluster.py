@@ -265,8 +265,11 @@ class Fleet:
         for rank in sorted(versions, key=lambda r: -versions[r]):
             if versions[rank] <= mine.position.version:
                 break
-            with contextlib.suppress(self._ray.exceptions.RayActorError):
-                found: Copy = self._ray.get(self._learners[rank].copy.remote())
+            lost = (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError)
+            with contextlib.suppress(
+                *lost
+            ):  # one that waits for another, which hangs, does not answer: see _look_after
+                found: Copy = self._ray.get(self._learners[rank].copy.remote(), timeout=ANSWER)
                 return found
         return mine
 

@@ -247,10 +247,9 @@ def _team(values: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
     yield (
         "sync",
         _cells(
-            ("pushes/s", value("sync/pushes_per_second"), ",.0f"),
             ("MB/s", value("sync/mb_per_second"), ",.2f"),
             ("compressed", value("sync/compression"), ".3g"),
-            ("stale", value("sync/staleness"), ".2g"),
+            ("rejected", value("sync/rejected"), ".0%"),
         ),
     )
     ranks = sorted(int(n[8 : n.index("/")]) for n in values if n.startswith("learner_") and n.endswith("/wait"))
@@ -262,7 +261,6 @@ def _team(values: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
                 ("samples/s", value(about + "samples_per_second"), ",.0f"),
                 ("waiting", value(about + "wait"), ".0%"),
                 ("stale", value(about + "staleness"), ".2g"),
-                ("rejected", value(about + "rejected"), ".0%"),
             ),
         )
 

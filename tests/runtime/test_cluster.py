@@ -170,6 +170,7 @@ def test_all_reduce_goes_on_with_the_survivors(
         for rank in range(3)
         if (run.dir / f"learners/{rank}/checkpoints/{folder}").exists()
     ]
+    parts = [part for part in parts if part["updates"]]  # the new one may not have come to its first update
     assert len(parts) >= 2 and parts[0]["updates"] == pytest.approx((12_000 - 200) * 8 / (16 * 3), rel=0.02)
     kind = "model" if mode == "sync" else "target"
     for part in parts[1:]:

@@ -31,14 +31,14 @@ def drawn(progress: Progress) -> str:
 def test_the_table_has_a_row_for_every_learner() -> None:
     progress = Progress(100, "run", interactive=True)
     progress._values = VALUES | {
-        "sync/pushes_per_second": 12.0, "sync/mb_per_second": 3.4, "sync/compression": 3.9, "sync/staleness": 0.5,
-        "learner_0/samples_per_second": 1234.0, "learner_0/wait": 0.25, "learner_1/samples_per_second": 321.0, "learner_1/wait": 0.5, "learner_1/rejected": 0.1,
+        "sync/pushes_per_second": 12.0, "sync/mb_per_second": 3.4, "sync/compression": 3.9, "sync/rejected": 0.1,
+        "learner_0/samples_per_second": 1234.0, "learner_0/wait": 0.25, "learner_1/samples_per_second": 321.0, "learner_1/wait": 0.5, "learner_1/staleness": 0.5,
     }  # fmt: skip
     text = drawn(progress)
-    assert "MB/s 3.40" in text and "compressed 3.9" in text
+    assert "MB/s 3.40" in text and "compressed 3.9" in text and "rejected 10%" in text
     rows = {line.split()[2]: line for line in text.splitlines() if "learner " in line and "samples/s" in line}
     assert "1,234" in rows["0"] and "25%" in rows["0"]
-    assert "321" in rows["1"] and "50%" in rows["1"] and "10%" in rows["1"]
+    assert "321" in rows["1"] and "50%" in rows["1"] and "stale 0.5" in rows["1"]
     progress._values = dict(VALUES)
     assert "learner 0" not in drawn(progress)
 
