@@ -18,7 +18,7 @@ from pathlib import Path
 from qfleet.config import Config, ConfigError
 from qfleet.learner import Learned
 from qfleet.runtime.checkpoint import Checkpoints
-from qfleet.runtime.member import Member
+from qfleet.runtime.member import Member, Place
 from qfleet.runtime.ring import Ring
 from qfleet.runtime.worker import Worker, tensors
 from qfleet.sync.policies import Commit, Key
@@ -29,28 +29,16 @@ from qfleet.types import Array, State
 
 
 class LearnerActor:
-    """`resume`: the step of the checkpoint to go on from; 0: none. `store`: where groups meet that reduce together."""
+    """`resume`: the step of the checkpoint to go on from; 0: none."""
 
-    def __init__(
-        self,
-        config: Config,
-        rank: int,
-        incarnation: int,
-        late: bool,
-        hub: Address,
-        store: Address,
-        token: str,
-        here: int,
-        resume: int,
-    ) -> None:
-        self._checkpoints = Checkpoints(part_of(config, rank), config.runtime.keep)
+    def __init__(self, config: Config, place: Place, resume: int) -> None:
+        self._checkpoints = Checkpoints(part_of(config, place.rank), config.runtime.keep)
         if not Path(config.run_dir).is_dir():
             raise ConfigError(
-                f"learner {rank} does not see the run directory {config.run_dir}: it must be on a file system that all machines share."
+                f"learner {place.rank} does not see the run directory {config.run_dir}: it must be on a file system that all machines share."
             )
-        self._late, self._resume = late, resume
-        about = (config, rank, incarnation, late, hub, token, here)
-        self._team = Ring(*about, store) if config.sync.over == "allreduce" else Member(*about)
+        self._late, self._resume = place.late, resume
+        self._team = (Ring if config.sync.over == "allreduce" else Member)(config, place)
         self._worker = Worker(config, self._team)
         self._worker.build()
         self._team.stuck = self._stuck

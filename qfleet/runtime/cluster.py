@@ -36,7 +36,7 @@ from qfleet.runtime import checkpoint
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
-from qfleet.runtime.member import added
+from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers
 from qfleet.runtime.setup import summary
 from qfleet.runtime.team import TeamError, check_division
@@ -147,9 +147,8 @@ class Fleet:
     def _new_learner(self, rank: int, late: bool = False, resume: int = 0) -> None:
         hub = (self._address, self._meeting.port)
         store = (self._address, 0 if self._shards else self._store.port)
-        self._learners[rank] = self._make_learner(
-            self._theirs, rank, self._incarnations[rank], late, hub, store, self._token, self._here, resume
-        )
+        place = Place(rank, self._incarnations[rank], late, hub, store, self._token, self._here)
+        self._learners[rank] = self._make_learner(self._theirs, place, resume)
 
     def _run(self) -> None:
         """Learners begin when all of them are made."""
@@ -265,10 +264,8 @@ class Fleet:
         for rank in sorted(versions, key=lambda r: -versions[r]):
             if versions[rank] <= mine.position.version:
                 break
-            lost = (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError)
-            with contextlib.suppress(
-                *lost
-            ):  # one that waits for another, which hangs, does not answer: see _look_after
+            # One that waits for another, which hangs, does not answer: see _look_after.
+            with contextlib.suppress(self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
                 found: Copy = self._ray.get(self._learners[rank].copy.remote(), timeout=ANSWER)
                 return found
         return mine

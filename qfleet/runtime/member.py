@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from qfleet.config import Config
 from qfleet.learner import Learned, Learner
@@ -31,19 +32,28 @@ def added(a: Learned | None, b: Learned | None) -> Learned | None:
     return Learned(a.loss_sum + b.loss_sum, b.q_mean, a.updates + b.updates)
 
 
-class Member(Alone):
-    """The team as a learner on the cluster sees it. `late`: it takes the place of one that was lost, while others go on."""
+class Place(NamedTuple):
+    """Where a learner stands in its cluster."""
 
-    def __init__(
-        self, config: Config, rank: int, incarnation: int, late: bool, hub: Address, token: str, here: int
-    ) -> None:
-        self.rank, self.size, self.here = rank, config.learners, here
-        self._config, self._incarnation, self._late = config, incarnation, late
+    rank: int
+    incarnation: int  # how many were there before it
+    late: bool  # it takes the place of one that was lost, while others go on
+    hub: Address
+    store: Address  # where the members of a group that reduces find each other
+    token: str
+    here: int  # learners on a machine
+
+
+class Member(Alone):
+    """The team as a learner on the cluster sees it."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.rank, self.size, self.here = place.rank, config.learners, place.here
+        self._config, self._incarnation, self._late = config, place.incarnation, place.late
         # Three of them, since one is used by one thread: this one's, the learner's, the heartbeat's.
-        self._hub, self._directory, self._pulse = (Connection(hub, token) for _ in range(3))
-        self._token = token
+        self._hub, self._directory, self._pulse = (Connection(place.hub, place.token) for _ in range(3))
+        self._token = place.token
         self.client: Client | None = None
-        self._entered = False
         self._finished = threading.Event()
         self._learned: Learned | None = None
         self._values: dict[str, float] = {}
@@ -53,7 +63,7 @@ class Member(Alone):
         self._round, self._total = 0, 0
         self.stuck: Callable[[], bool] = lambda: False  # its environments do not answer
         self.save_as, self.saved_as = 0, 0  # steps of the checkpoint to take part in, and of the last one it did
-        if not late:
+        if not place.late:
             self.join()
 
     @property
@@ -89,12 +99,11 @@ class Member(Alone):
     def enter(self, learner: Learner, own: int = 0) -> bool:
         """The first ones are there before anybody begins. A later one joins between two rounds of the others, at the hub, and
         takes part in updates from its first own: earlier, they would wait for it while it waits for them."""
-        if not self._entered:
+        assert self.client is not None
+        if not self.client.joined:
             if self._late and own * self.size < self._config.first_update:
                 return False
-            assert self.client is not None
             self.client.attach(learner)
-            self._entered = True
         return True
 
     def tell(self, learned: Learned | None, values: dict[str, float], clock: dict[str, float]) -> None:

@@ -23,32 +23,21 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from qfleet.config import Config
 from qfleet.learner import Learner
 from qfleet.runtime.hub import BROKEN, READY, WAITING
-from qfleet.runtime.member import Member
+from qfleet.runtime.member import Member, Place
 from qfleet.runtime.team import NONE, Broken
 from qfleet.sync.balance import Balance
 from qfleet.sync.group import Group
 from qfleet.sync.shard import Copy, Position
 from qfleet.sync.traffic import Traffic
-from qfleet.sync.wire import Address
 from qfleet.types import State
 
 
 class Ring(Member):
-    """The team as a learner sees it that has no servers. `store`: where the members of a group find each other."""
+    """The team as a learner sees it that has no servers."""
 
-    def __init__(
-        self,
-        config: Config,
-        rank: int,
-        incarnation: int,
-        late: bool,
-        hub: Address,
-        token: str,
-        here: int,
-        store: Address,
-    ) -> None:
-        super().__init__(config, rank, incarnation, late, hub, token, here)
-        self._store = store
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
+        self._store = place.store
         self._group: Group | None = None
         self._epoch, self._in_group = 0, False
         self._loaded: State = {}

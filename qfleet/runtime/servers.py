@@ -53,7 +53,7 @@ class Servers:
         self._asked_at = time.monotonic()
         self.notes: list[str] = []  # what the user should know
         self._connect()
-        self.client = Client(config, -1, 0, len(initial), self._find, token)
+        self.client = Client(config, -1, 0, len(initial), self._find, token, config.sync.heartbeat)
 
     def _connect(self) -> None:
         """They listen; the first one knows the others; the hub knows all."""

@@ -166,9 +166,8 @@ class Trainer:
                 before = self.worker.steps
                 learned = self.worker.round()
                 self._between_rounds(before, self.worker.steps, learned)
-            if (
-                not self.stop_reason and self.worker.steps >= self.config.total_steps
-            ):  # seen while a checkpoint was written
+            # It may have come to its end while a checkpoint was written.
+            if not self.stop_reason and self.worker.steps >= self.config.total_steps:
                 self._between_rounds(self.worker.steps, self.worker.steps, self.worker.settle())
             if not self.stop_reason:  # another learner of the team was told to
                 self.stop_reason, self.signal = "signal", signal.SIGTERM

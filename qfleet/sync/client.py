@@ -37,11 +37,23 @@ Find = Callable[[int], tuple[int, Sequence[Address]]]
 
 
 class Client:
-    """Worker `worker`. `find(epoch)`: where the servers are, once that is newer than epoch; the first one has the policy."""
+    """Worker `worker`. `find(epoch)`: where the servers are, once that is newer than epoch; the first one has the policy.
 
-    def __init__(self, config: Config, worker: int, incarnation: int, size: int, find: Find, token: str) -> None:
+    `patience`: seconds after which a server that does not answer counts as gone; None: somebody else finds out.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        worker: int,
+        incarnation: int,
+        size: int,
+        find: Find,
+        token: str,
+        patience: float | None = None,
+    ) -> None:
         self._config, self._worker, self.incarnation = config, worker, incarnation
-        self._find, self._token, self._epoch = find, token, -1
+        self._find, self._token, self._patience, self._epoch = find, token, patience, -1
         self._servers: list[Connection] = []
         self._ranges = ranges(size, config.sync.servers)
         self._codecs = [
@@ -156,7 +168,7 @@ class Client:
             self._epoch, addresses = self._find(self._epoch)
             try:
                 for address in addresses:
-                    self._servers.append(Connection(address, self._token))
+                    self._servers.append(Connection(address, self._token, self._patience))
                 return
             except Gone:
                 continue

@@ -205,6 +205,13 @@ def test_a_server_that_dies_is_restarted(
     assert all((s["version"], s["applied"]) == (first["version"], first["applied"]) for s in others)
 
 
+def test_a_server_that_hangs_is_restarted(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = disturbed(monkeypatch, [("server", 0, signal.SIGSTOP)])
+    run = trained(tmp_path / "run", "sync", sync__servers=2, sync__heartbeat=2.0, total_steps=4000)
+    assert len(told) == 1 and "server 0 ended and was restarted" in told[0]
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 4000
+
+
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be divided among 3 learners"):
         trained(tmp_path / "run", "sync", learners=3)
