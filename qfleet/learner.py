@@ -213,8 +213,10 @@ class Learner:
             if sampled.obs.device != self.device:  # a replay that lives on the host
                 sampled = Batch(*(field.to(self.device, non_blocking=self.device.type != "cpu") for field in sampled))
             for part in unbind(sampled, together):
-                target = self.targets(part, self.updates)
+                target, frozen = self.targets(part, self.updates), self.target.data._version
                 for batch, batch_target in zip(unbind(part, size), torch.split(target, size), strict=True):
+                    if self.target.data._version != frozen:  # other learners have moved on: a new target network
+                        batch_target = self.targets(batch, self.updates)
                     grad, priority, loss, raw = self.grads(batch, batch_target, self.updates)
                     if self.sync is None:
                         self.apply(grad)

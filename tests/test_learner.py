@@ -173,6 +173,21 @@ def test_chunks_change_nothing() -> None:
     torch.testing.assert_close(whole.flat.data, single.flat.data, rtol=1e-5, atol=1e-6)
 
 
+def test_a_target_network_that_others_freeze_counts_from_the_next_update() -> None:
+    whole, single = Learner(config(), SPEC, CPU), Learner(config(), SPEC, CPU)
+    single._chunk = 1
+    for learner in (whole, single):
+
+        def sync(grad: torch.Tensor, samples: int, learner: Learner = learner) -> None:
+            learner.optimize(grad)
+            if learner.updates % 3 == 0:  # not where its own would be due
+                learner.freeze(learner.parameters)
+
+        learner.sync = sync
+        learner.learn(Batches(8), 23)
+    torch.testing.assert_close(whole.flat.data, single.flat.data, rtol=1e-5, atol=1e-6)
+
+
 def test_polyak_target() -> None:
     learner = Learner(config(learner__tau=0.25, learner__target_interval=1), SPEC, CPU)
     before = learner.target.data.clone()
