@@ -239,7 +239,9 @@ def compose(
     of = recipes.family(str(env_id))
     if of in ("atari", "general"):  # not told by the name alone, as in Pong-v4; an unknown environment fails here
         of = "general" if ids.atari_game(ids.find(str(env_id))) is None else "atari"
-    gpu = pick_device(str(given.get("device") or file.get("device") or "auto")) != "cpu"
+    device = str(given.get("device") or file.get("device") or "auto")
+    elsewhere = device == "cuda" and int(given.get("learners") or file.get("learners") or 1) > 1  # on a cluster
+    gpu = elsewhere or pick_device(device) != "cpu"
     base = recipes.make(str(recipe or file.get("recipe") or recipes.DEFAULT), str(env_id), of, gpu)
     settings = {**file, **given, "env.id": env_id, "recipe": base.recipe}
     wanted = str(settings.get("env.num_envs", ""))

@@ -4,6 +4,8 @@ Whatever changes from update to update (its number, learning rate, beta) lives i
 of update, with the same numbers up to rounding: kernels by hand where the network is a Nature network with scalar outputs
 (kernels/nature.py); for every other head behind its convolutions the functions of learner.py, differentiated by autograd, on
 networks in low precision (kernels/encoder.py); and for everything else the same functions on the network itself.
+
+With several learners the graph ends with the gradient: then they agree, and the parameters are what comes of it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class CapturedLearner(Learner):
         self.kernels = device.type == "cuda" and kernels.available()
         encoder = self.kernels and has_encoder(config, spec)
         self.by_hand = encoder and suits(config, spec)
+        self._agrees = config.learners > 1
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._lr, self._beta, self._q_mean = (torch.zeros(1, device=device) for _ in range(3))
         self._loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
@@ -89,6 +92,17 @@ class CapturedLearner(Learner):
         assert self._step is not None
         self._lr.fill_(self.lr)
         self._beta.fill_(beta)
+        if self._agrees:
+            self._agree(updates)
+        else:
+            self._queue(updates)
+        now, before = self._reports
+        self._reports = [before, now]
+        now.queue(self._loss_sum, self._q_mean, updates)
+        return self._read(before)
+
+    def _queue(self, updates: int) -> None:
+        assert self._step is not None
         for _ in range(updates):
             self._step()
             self.updates += 1
@@ -96,10 +110,17 @@ class CapturedLearner(Learner):
                 self.refresh_target()
                 if self._target_low is not None:
                     self._target_low.copy_(self.target.data)
-        now, before = self._reports
-        self._reports = [before, now]
-        now.queue(self._loss_sum, self._q_mean, updates)
-        return self._read(before)
+
+    def _agree(self, updates: int) -> None:
+        assert self._step is not None and self.sync is not None
+        self.moved()
+        self._counter.fill_(self.updates)
+        for _ in range(updates):
+            self.began = time.perf_counter()
+            self._step()
+            with torch.no_grad():
+                self.sync(self.grad, self.batch_size)
+            self.moved()
 
     def flush(self) -> Learned | None:
         return self._read(self._reports[1])
@@ -133,7 +154,7 @@ class CapturedLearner(Learner):
             self.flat.data, self.low, self.target.data, self._target_low, self.grad, self.optimizer.m, self.optimizer.v,
             self._counter, self._lr, self._beta, self._loss_sum, self._q_mean,
         )  # fmt: skip
-        return nature.Update(self.config, self.flat.places, buffers, sampler)
+        return nature.Update(self.config, self.flat.places, buffers, sampler, apply=not self._agrees)
 
     def _update(self) -> None:
         """One update by autograd."""
@@ -147,7 +168,10 @@ class CapturedLearner(Learner):
         with torch.no_grad():
             self._sampler.update(batch.id, out.priority)
             self._counter += 1
-            self._optimize(grad)
+            if not self._agrees:
+                self._optimize(grad)
+            elif grad is not self.grad:
+                self.grad.copy_(grad)
             self._loss_sum += out.loss
             self._q_mean.copy_(self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean())
 
@@ -197,16 +221,20 @@ class CapturedLearner(Learner):
     def precision(self) -> torch.autocast:
         return super().precision() if self._low_grad is None else torch.autocast(self.device.type, enabled=False)
 
+    def moved(self) -> None:
+        if self.low is not None and self._target_low is not None:
+            self.low.copy_(self.flat.data)
+            self._target_low.copy_(self.target.data)
+
     def state(self) -> State:
-        self.optimizer.step.fill_(self.updates)
+        if not self._agrees:
+            self.optimizer.step.fill_(self.updates)
         return super().state()
 
     def load_state(self, state: State) -> None:
         super().load_state(state)
         self._counter.fill_(self.updates)
-        if self.low is not None and self._target_low is not None:
-            self.low.copy_(self.flat.data)
-            self._target_low.copy_(self.target.data)
+        self.moved()
 
 
 class Report:

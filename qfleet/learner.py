@@ -190,6 +190,9 @@ class Learner:
         else:
             self.target.data.lerp_(parameters, tau)
 
+    def moved(self) -> None:
+        """Somebody else wrote the parameters: copies of them, if there are any, follow."""
+
     @property
     def parameters(self) -> Tensor:
         return self.flat.data

@@ -96,10 +96,16 @@ class Buffers(NamedTuple):
 
 class Update:
     def __init__(
-        self, config: Config, places: Sequence[tuple[torch.Size, int]], buffers: Buffers, source: Sampler
+        self,
+        config: Config,
+        places: Sequence[tuple[torch.Size, int]],
+        buffers: Buffers,
+        source: Sampler,
+        apply: bool = True,
     ) -> None:
+        """`apply`: up to the new parameters; otherwise up to the gradient."""
         c, batch, device = config.learner, config.learner.batch_size, buffers.data.device
-        self._c, self._b, self._source, self._batch = c, buffers, source, batch
+        self._c, self._b, self._source, self._batch, self._apply = c, buffers, source, batch, apply
         low, bias = Params.of(buffers.low, places), Params.of(buffers.data, places)
         target = Params.of(buffers.target_low, places), Params.of(buffers.target, places)
         self._low, self._grad = low, Params.of(buffers.grad, places)
@@ -142,9 +148,10 @@ class Update:
             b.grad, self._part, ends, self._splits, self._square, b.counter,
             self._loss_part, self._q_part, b.loss_sum, b.q_mean, self._batch,
         )  # fmt: skip
-        optimizer.adam(
-            b.data, b.grad, b.m, b.v, b.low, self._square, b.counter, b.lr, clip=c.grad_clip, eps=c.adam_eps, decay=c.weight_decay
-        )  # fmt: skip
+        if self._apply:
+            optimizer.adam(
+                b.data, b.grad, b.m, b.v, b.low, self._square, b.counter, b.lr, clip=c.grad_clip, eps=c.adam_eps, decay=c.weight_decay
+            )  # fmt: skip
         branches.join()
 
     def _backward(self, action: Tensor) -> None:

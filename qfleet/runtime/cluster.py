@@ -66,7 +66,9 @@ class Fleet:
         self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
         check(config)
         transport = "server" if config.sync.transport == "auto" else config.sync.transport
-        self.config = config = override(config, {"sync.transport": transport, "device": "cpu"})
+        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.config = config = override(config, {"sync.transport": transport, "device": device})
+        self._gpus = 0.0  # of a learner
         self._shards = config.sync.servers if transport == "server" else 0  # servers
         self._theirs = override(config, {"run_dir": str(Path(config.run_dir).absolute())})
         sample = envs.make(config.env, seed=rng.derive(config.seed, "sample"), num_envs=1, threads=1)
@@ -88,7 +90,7 @@ class Fleet:
         c = self.config
         servers = f"with {self._shards} server{'s' if self._shards > 1 else ''}" if self._shards else "by all-reduce"
         return [
-            *summary(c, self.envs, "cpu"),
+            *summary(c, self.envs, c.device if c.replay.device == "auto" else c.replay.device),
             f"  learners      {c.learners} on Ray {servers}, sync {c.sync.mode}, codec {c.sync.codec}",
         ]
 
@@ -108,7 +110,7 @@ class Fleet:
         self._token = secrets.token_hex(16)
         self._meeting = Meeting(self._theirs, self._token)
         self._open.callback(self._meeting.close)
-        self._make_learner = ray.remote(max_concurrency=2, **SPREAD)(LearnerActor).remote
+        self._make_learner = ray.remote(max_concurrency=2, num_gpus=self._gpus, **SPREAD)(LearnerActor).remote
         self._incarnations = [0] * config.learners
         self._learners: list[Any] = [None] * config.learners
         self._running: dict[Any, int] = {}  # what ends with a learner -> its rank
@@ -141,6 +143,10 @@ class Fleet:
             raise ConfigError(
                 f"{self.config.learners} learners and {self._shards} servers take a CPU each ({needed}), but the Ray cluster has {found:g}: add machines, or ask for fewer."
             )
+        if self.config.device == "cuda":
+            if not (gpus := ray.cluster_resources().get("GPU", 0)):
+                raise ConfigError("device is 'cuda', but the Ray cluster has no GPU: use --device cpu.")
+            self._gpus = min(1.0, gpus / self.config.learners // 1e-4 * 1e-4)  # learners may share one
         machines = sum(node["Alive"] for node in ray.nodes())
         self._here = -(-self.config.learners // machines)  # learners on one machine
 
@@ -381,6 +387,8 @@ def check(config: Config) -> None:
             "sync.balance on Ray needs servers, which measure how fast everybody is: add --sync.transport server."
         )
     check_division(config, config.learners)
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {config.device!r}, but Ray gives every learner its GPU: use --device cuda.")
 
 
 class Orderer:

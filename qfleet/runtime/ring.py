@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from qfleet.config import Config
+from qfleet.device import settle
 from qfleet.learner import Learner
 from qfleet.runtime.hub import BROKEN, READY, WAITING
 from qfleet.runtime.member import Member, Place
@@ -124,7 +125,8 @@ class Ring(Member):
         learner = self._learner
         assert learner is not None
         with self._whole:
-            params, target = (flat.data.numpy().copy() for flat in (learner.flat, learner.target))
+            settle(learner.device)
+            params, target = (flat.data.to("cpu", copy=True).numpy() for flat in (learner.flat, learner.target))
             return Copy(Position(learner.updates, 0, 0.0, {}), params, target)
 
     def state(self) -> State:

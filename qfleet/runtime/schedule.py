@@ -5,7 +5,8 @@
     serial, lag 1     collect → learn → store
     pipelined         ┌ collect (acting copy) ┐ join → store     ┌ learn on rows of earlier rounds ┐
                       └───────────────────────┘   → publish      └─────────────────────────────────┘
-    streams           the same with a GPU's stream instead of a thread: the main thread queues, at most a round ahead
+    streams           the same with a GPU's stream instead of a thread: the main thread queues, at most a round ahead;
+                      with several learners, who wait for each other in every update, a thread does
 
 | who     | consumes                        | waits for                    | unblocked by           |
 |---------|---------------------------------|------------------------------|------------------------|
@@ -126,17 +127,24 @@ class Streams:
         self._learner, self._acting = Queue(device), Queue(device, urgent=True)
         self._spans = Spans(device)
         self.wait_seconds = 0.0
-        torch.set_num_threads(1 if device.type == "cuda" else threads)
+        self._threads = 1 if device.type == "cuda" else threads
+        torch.set_num_threads(self._threads)
 
     def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
-        with self._learner, self._spans:
-            learned = learn()
+        learned = self._queue(learn)
         with self._acting:
             rows = collect()
+        self._keep(rows, store)
+        return learned
+
+    def _queue(self, learn: Callable[[], T]) -> T:
+        with self._learner, self._spans:
+            return learn()
+
+    def _keep(self, rows: Step, store: Callable[[Step], None]) -> None:
         self._learner.wait_for(self._acting)
         with self._learner:
             store(rows)
-        return learned
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
@@ -155,3 +163,27 @@ class Streams:
 
     def close(self) -> None:
         self.wait()
+
+
+class Aside(Streams):
+    """Where learning waits for other learners, a thread queues it."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        super().__init__(device, threads)
+        self._pool = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(self._threads,))
+
+    def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
+        future = self._pool.submit(self._queue, learn)
+        try:
+            with self._acting:
+                rows = collect()
+        finally:
+            began = time.perf_counter()
+            learned = future.result()
+            self.wait_seconds += time.perf_counter() - began
+        self._keep(rows, store)
+        return learned
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        super().close()

@@ -30,9 +30,12 @@ def pick_device(name: str, same_as: torch.device | None = None) -> str:
     return name
 
 
-def device_of(name: str) -> torch.device:
-    """The device of that name; `cuda` alone is the current one, so that equal devices compare equal."""
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+def device_of(name: str, local: int = 0) -> torch.device:
+    """The device of that name, numbered, so that equal devices compare equal: `cuda` alone is the current one, or, with several
+    learners on this machine, that of the learner's number among them."""
+    if name != "cuda":
+        return torch.device(name)
+    return torch.device("cuda", (torch.cuda.current_device() + local) % torch.cuda.device_count())
 
 
 def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device: torch.device) -> Config:
@@ -46,7 +49,7 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
             f"runtime.schedule is 'streams', which keeps replay and learner on one device, but replay.device is {config.replay.device!r} and device {str(device)!r}. Leave the schedule or replay.device out."
         )
     choices: dict[str, Any] = {
-        "device": str(device),
+        "device": str(device) if config.learners == 1 else device.type,
         "learner.compile": compile_choice(config),
         "env.vectorize": made.kind,
     }

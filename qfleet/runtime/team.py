@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class Team(Protocol):
     rank: int
     size: int
     here: int  # learners on this machine
+    local: int  # its number among those that share this machine's GPUs
     stopping: bool  # somebody wants to stop: everybody does, after the same round
     lr_scale: float  # on the learning rate, as the first learner says
 
@@ -92,7 +93,7 @@ class Team(Protocol):
 
 
 class Alone:
-    rank, size, here, stopping, lr_scale = 0, 1, 1, False, 1.0
+    rank, size, here, local, stopping, lr_scale = 0, 1, 1, 0, False, 1.0
 
     @property
     def traffic(self) -> Traffic:
@@ -129,16 +130,26 @@ class Alone:
         pass
 
 
-def ranks() -> tuple[int, int, int] | None:
-    """Rank, number of processes, and how many are on this machine, as the launcher says; None without one."""
-    for rank, size, here in (
-        ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+class Launched(NamedTuple):
+    """What a launcher says of a process."""
+
+    rank: int
+    size: int
+    here: int  # processes on this machine
+    local: int  # its number among them
+
+
+def ranks() -> Launched | None:
+    """None without a launcher."""
+    for rank, size, here, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     ):
         if rank in os.environ and size in os.environ:
-            count = int(os.environ[size])
-            return int(os.environ[rank]), count, int(os.environ.get(here, count))
+            mine, count = int(os.environ[rank]), int(os.environ[size])
+            together = int(os.environ.get(here, count))
+            return Launched(mine, count, together, int(os.environ.get(local, mine % together)))
     return None
 
 
@@ -146,20 +157,25 @@ def ranks() -> tuple[int, int, int] | None:
 def joined(config: Config) -> Iterator[Team]:
     """The team of this process: alone, or those that a launcher started with it."""
     found = ranks()
-    if found is None or found[1] == 1:
+    if found is None or found.size == 1:
         yield Alone()
         return
-    rank, size, here = found
-    check(config, size)
+    check(config, found.size)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     patience = PATIENCE + timedelta(seconds=config.runtime.watchdog)
     with together():
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience)
+        backend = "cpu:gloo,cuda:nccl" if own_gpus(config, found) else "gloo"
+        dist.init_process_group(backend, rank=found.rank, world_size=found.size, timeout=patience)
     try:
-        yield Ranks(config, rank, size, here)
+        yield Ranks(config, found)
     finally:
         dist.destroy_process_group()
+
+
+def own_gpus(config: Config, launched: Launched) -> bool:
+    """Has every learner a GPU of its own? Only then can they send to each other directly."""
+    return config.device in ("auto", "cuda") and dist.is_nccl_available() and torch.cuda.device_count() >= launched.here
 
 
 def check(config: Config, size: int) -> None:
@@ -183,8 +199,12 @@ def check_division(config: Config, size: int) -> None:
         )
     if config.sync.weights and len(config.sync.weights) != size:
         raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")
-    if config.device != "cpu" and (config.device != "auto" or torch.cuda.is_available()):
-        raise ConfigError("several learners train on the CPU so far: add --device cpu.")
+    gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    recorded = gpu or config.runtime.schedule == "streams"
+    if recorded and (config.sync.balance or config.sync.weights):
+        raise ConfigError(
+            "sync.balance and sync.weights change the size of batches, but on a GPU (and in the schedule streams) updates are recorded for one size: leave them out, or use --device cpu."
+        )
 
 
 @contextlib.contextmanager
@@ -199,12 +219,13 @@ def together() -> Iterator[None]:
 
 
 class Ranks:
-    def __init__(self, config: Config, rank: int, size: int, here: int) -> None:
-        self.rank, self.size, self.here = rank, size, here
+    def __init__(self, config: Config, launched: Launched) -> None:
+        self.rank, self.size, self.here, self.local = launched
+        self._on_device = own_gpus(config, launched)
         self.stopping, self.lr_scale, self._stop = False, 1.0, False
         self._config = config
         with together():
-            self._control = dist.new_group()
+            self._control = dist.new_group(backend="gloo")
             self._compare()
         balanced = config.sync.balance or config.sync.weights
         self._balance = Balance(config.learner.batch_size, config.sync.weights) if balanced else None
@@ -219,7 +240,8 @@ class Ranks:
         """All must have been started alike."""
         everybody: list[dict[str, Any]] = [{} for _ in range(self.size)]
         settings = flatten(to_dict(replace(self._config, run_dir="")))
-        dist.all_gather_object(everybody, {"the version of qfleet": __version__, **settings})
+        more = {"the version of qfleet": __version__, "a GPU of its own:": self._on_device}
+        dist.all_gather_object(everybody, {**more, **settings}, group=self._control)
         for rank, its in enumerate(everybody):
             for name, value in everybody[0].items():
                 if its[name] != value:
@@ -228,10 +250,12 @@ class Ranks:
                     )
 
     def attach(self, learner: Learner) -> None:
+        common = learner.flat.data.cpu()
         with together():
-            dist.broadcast(learner.flat.data, 0)
+            dist.broadcast(common, 0)
+        learner.flat.data.copy_(common)
         learner.target.copy_(learner.flat)
-        self._learner, self._group = learner, Group(self._config, learner)
+        self._learner, self._group = learner, Group(self._config, learner, self._on_device)
         learner.sync = self._agree
         self._divide()
 
@@ -283,7 +307,7 @@ class Ranks:
     def first(self, text: str) -> str:
         texts = [text]
         with together():
-            dist.broadcast_object_list(texts, 0)
+            dist.broadcast_object_list(texts, 0, group=self._control)
         return texts[0]
 
     def state(self) -> State:

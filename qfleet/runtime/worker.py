@@ -24,7 +24,7 @@ from qfleet.config import Config, override
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime.checkpoint import Checkpoints
-from qfleet.runtime.schedule import Pipelined, Schedule, Serial, Streams
+from qfleet.runtime.schedule import Aside, Pipelined, Schedule, Serial, Streams
 from qfleet.runtime.setup import device_of, pick_device, resolve, summary
 from qfleet.runtime.team import Broken, Team
 from qfleet.types import Spec, State, Step
@@ -58,10 +58,10 @@ class Worker:
         for group in self.groups:
             self._open.callback(group.close)
         try:
-            self.device = device_of(name)
+            self.device = device_of(name, team.local)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            self.replay_device = device_of(pick_device(config.replay.device, self.device))
+            self.replay_device = device_of(pick_device(config.replay.device, self.device), team.local)
             config = resolve(config, self.envs, self.device, self.replay_device)
             if config.acting.device == "auto":
                 config = override(config, {"acting.device": self._place(config)})
@@ -80,7 +80,8 @@ class Worker:
         def policy_on(name: str) -> Policy:
             return Policy(networks.build(config, spec).to(name).eval(), config, spec, name)
 
-        return placement.choose(policy_on, self.envs.num_envs, str(self.device))
+        chosen = placement.choose(policy_on, self.envs.num_envs, str(self.device))
+        return chosen if self.team.size == 1 else torch.device(chosen).type
 
     def build(self) -> None:
         config, own, spec = self.config, self.own, self.envs.spec
@@ -90,17 +91,18 @@ class Worker:
         self.stored_steps = 0  # of all learners
         self._make_parts(own, spec)
         self.team.attach(self.learner)
+        self.learner.moved()
         if isinstance(self.learner, CapturedLearner):
             self.learner.prepare(self.replay)
 
     def _make_parts(self, config: Config, spec: Spec) -> None:
         """Learner, schedule, and who acts."""
-        device, acting_device = self.device, device_of(pick_device(config.acting.device))
+        device, acting_device = self.device, device_of(pick_device(config.acting.device), self.team.local)
         self.learner: Learner
         self.schedule: Schedule
         schedule, threads = config.runtime.schedule, config.learner.threads
         if schedule == "streams":
-            self.schedule = Streams(device, threads)
+            self.schedule = (Streams if self.team.size == 1 else Aside)(device, threads)
         elif schedule == "pipelined":
             self.schedule = Pipelined(threads)
         else:

@@ -57,7 +57,7 @@ class Reduced:
         self.bytes_sent = 0
 
     def __call__(self, vector: Tensor, weight: float) -> Tensor:
-        buffer = torch.empty(len(vector) + 1, dtype=vector.dtype)
+        buffer = torch.empty(len(vector) + 1, dtype=vector.dtype, device=vector.device)
         torch.mul(vector, weight, out=buffer[:-1])
         buffer[-1] = weight
         dist.all_reduce(buffer)

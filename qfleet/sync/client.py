@@ -88,7 +88,7 @@ class Client:
         if sync.mode in BARRIER_MODES:  # as many updates as those who were here before
             learner.updates = self.version * (1 if sync.mode in GRADIENT_MODES else sync.local_steps)
         if sync.mode not in GRADIENT_MODES:
-            self._local = Local(sync, c.target_interval, self._config.learners, self._params, self)
+            self._local = Local(sync, c.target_interval, self._config.learners, learner.flat.data, self)
         learner.batch_size = self._batch or learner.batch_size
         learner.sync = lambda grad, samples: self._agree(learner, grad, samples)
 
@@ -104,7 +104,7 @@ class Client:
         before = self._position.target_version
         if most := self._config.learner.grad_clip:  # only here the whole gradient is known
             clip(grad, most)
-        self._push(grad, samples, learner.lr)
+        self._push(grad.cpu(), samples, learner.lr)
         learner.flat.data.copy_(self._params)
         learner.updates += 1
         if self._position.target_version != before:

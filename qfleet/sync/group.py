@@ -20,8 +20,11 @@ from qfleet.types import State
 
 
 class Group:
-    def __init__(self, config: Config, learner: Learner) -> None:
+    """`on_device`: GPUs send to each other (NCCL). Otherwise vectors go through main memory."""
+
+    def __init__(self, config: Config, learner: Learner, on_device: bool = False) -> None:
         self._config, self._learner = config, learner
+        self._on_device = on_device and config.sync.codec == "fp32"
         self.work, self.traffic = Work(), Traffic()
         flat = learner.flat
         momentum = momentum_of(config)
@@ -30,16 +33,17 @@ class Group:
         self._centre: allreduce.Centre | None = None
         self._local: Local | None = None
         if config.sync.mode not in GRADIENT_MODES:
-            self._centre = allreduce.Centre(config.sync, self._mean, flat.data)
+            self._centre = allreduce.Centre(config.sync, self._mean, flat.data.cpu())
             interval = config.learner.target_interval
             self._local = Local(config.sync, interval, dist.get_world_size(), flat.data, self._centre)
 
     def agree(self, grad: Tensor, samples: int) -> None:
         """In the place of the learner's own `apply`."""
+        vector = grad if self._on_device else grad.cpu()  # when the device has it
         began, sent = time.perf_counter(), self._mean.bytes_sent
         with self.work.done(samples, self._learner.began):
             if self._local is None:
-                self._learner.apply(self._mean(grad, samples))
+                self._learner.apply(self._mean(vector, samples).to(grad.device))
             else:
                 self._local.step(self._learner, grad, samples)
         if self._mean.bytes_sent > sent:
@@ -55,9 +59,11 @@ class Group:
         source = updates.index(max(updates))
         for tensor in self._common():
             if tensor.numel():
-                dist.broadcast(tensor, source)
+                common = tensor.cpu()
+                dist.broadcast(common, source)
+                tensor.copy_(common)
         if self._local is not None and self._centre is not None:
-            self._local.seen = self._centre.newest().clone()
+            self._local.seen = self._centre.newest().to(learner.device, copy=True)
 
     def begin(self) -> None:
         """Local modes: the learner's own parameters are those of the centre."""

@@ -27,7 +27,7 @@ UNEQUAL = 100.0  # squared: admm changes rho where one residual is ten times the
 
 
 class Centre(Protocol):
-    """Where learners meet."""
+    """Where learners meet: in main memory, wherever they compute."""
 
     def newest(self) -> Tensor:
         """The centre as it is now."""
@@ -77,17 +77,20 @@ class Local:
 
     def _meet(self, x: Tensor, mode: str) -> None:
         if mode == "easgd":
-            move = (x - self._centre.newest()) * self._elasticity
+            move = (x - self._centre.newest().to(x.device)) * self._elasticity
             x.sub_(move)
-            self.seen = self._centre.exchange(move, self._samples)
+            self.seen = self._exchange(move, self._samples)
         elif mode == "admm":
             before = self.seen
-            self.seen = self._centre.exchange(x + self.dual - before, self.rho)
+            self.seen = self._exchange(x + self.dual - before, self.rho)
             self.dual.add_(x - self.seen)
             self._adapt(x, before)
         else:
-            self.seen = self._centre.exchange(x - self.seen, self._samples)
+            self.seen = self._exchange(x - self.seen, self._samples)
             x.copy_(self.seen)
+
+    def _exchange(self, move: Tensor, weight: float) -> Tensor:
+        return self._centre.exchange(move.cpu(), weight).to(move.device)
 
     def _adapt(self, x: Tensor, before: Tensor) -> None:
         """Balance how far the learner is from the consensus and how far that moved, by a rho of its own. u = y / rho follows."""
@@ -102,6 +105,6 @@ class Local:
         return {"seen": self.seen, "dual": self.dual, "rho": self.rho, "samples": self._samples}
 
     def load_state(self, state: State) -> None:
-        self.seen = state["seen"].clone()
+        self.seen = state["seen"].to(self.seen.device, copy=True)
         self.dual.copy_(state["dual"])
         self.rho, self._samples = state["rho"], state["samples"]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet.config import Config, ConfigError
+from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint
-from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.cluster import Fleet, check
 from qfleet.runtime.hub import Hub, identity
 from qfleet.runtime.train import Trainer
 
@@ -51,9 +51,9 @@ def trained(folder: Path, mode: str, total_steps: int = 3000, **more: Any) -> qf
     )
 
 
-@pytest.mark.parametrize("mode", ["ssp", "diloco"])
-def test_modes_train(ray: None, mode: str, tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", mode, sync__local_steps=4)
+@pytest.mark.parametrize(("mode", "schedule"), [("ssp", "streams"), ("diloco", "auto")])
+def test_modes_train(ray: None, mode: str, schedule: str, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", mode, sync__local_steps=4, runtime__schedule=schedule, runtime__lag=1)
     rows = [row for row in run.metrics if "train/loss" in row]
     assert rows[-1]["step"] >= 3000 and rows[-1]["train/loss"] < 100
     # Eight samples a step in batches of sixteen: what one learner does in an update, each of the two does.
@@ -223,12 +223,18 @@ def test_bad_input(tmp_path: Path) -> None:
         trained(tmp_path / "run", "sync", sync__servers=200)
     with pytest.raises(ConfigError, match=r"sync\.weights has 3 numbers, but there are 2 learners"):
         trained(tmp_path / "run", "sync", sync__weights=(1.0, 2.0, 3.0))
+    with pytest.raises(ConfigError, match="updates are recorded for one size"):
+        trained(tmp_path / "run", "sync", sync__balance=True, runtime__schedule="streams", runtime__lag=1)
+    with pytest.raises(ConfigError, match="Ray gives every learner its GPU"):
+        check(override(Config(), {"learners": 2, "device": "cuda:1"}))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_cluster_that_is_not_there_or_too_small(ray: None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"take a CPU each \(11\), but the Ray cluster has 8"):
         trained(tmp_path / "run", "sync", learners=2, sync__servers=9)
+    with pytest.raises(ConfigError, match="device is 'cuda', but the Ray cluster has no GPU"):
+        trained(tmp_path / "run", "sync", device="cuda")
     assert not (tmp_path / "run").exists()
 
 

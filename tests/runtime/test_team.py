@@ -146,6 +146,17 @@ def test_other_modes_train(mode: list[str], tmp_path: Path) -> None:
     assert all(torch.from_numpy(v).isfinite().all() for v in state["learner"]["model"].values())
 
 
+def test_the_schedule_of_a_gpu_gives_the_same_numbers(tmp_path: Path) -> None:
+    """Its parts, on the CPU: a gradient that ends with the agreement, queued by a thread."""
+    for schedule in ("pipelined", "streams"):
+        trained(tmp_path / schedule, "--recipe", "c51", "--learner.double", "--learner.optimizer", "sgd", "--total-steps", "1200",
+                "--runtime.lag", "1", "--runtime.schedule", schedule)  # fmt: skip
+    plain, ours = (newest(tmp_path / schedule)["learner"] for schedule in ("pipelined", "streams"))
+    assert plain["updates"] == ours["updates"] > 100
+    for what in ("model", "target"):
+        assert all((ours[what][name] == value).all() for name, value in plain[what].items())
+
+
 def test_learners_that_were_not_started_alike_refuse(tmp_path: Path) -> None:
     """A launcher that gives the second one another learning rate."""
     script = tmp_path / "start.py"
