@@ -51,8 +51,9 @@ def test_features_and_gradients_equal_the_plain_layers() -> None:
         ("qr", {"learner.tau": 0.3}),
         ("iqn", {"learner.optimizer": "sgd"}),
         ("dueling", {"learner.optimizer": "rmsprop"}),
+        ("dueling", {"learners": 2}),
     ],
-    ids=["rainbow", "qr tau", "iqn sgd", "dueling rmsprop"],
+    ids=["rainbow", "qr tau", "iqn sgd", "dueling rmsprop", "dueling agreed on"],
 )
 def test_updates_equal_those_of_the_plain_network(recipe: str, settings: dict[str, Any]) -> None:
     """Also across a refresh of the target network, and when saved and loaded. On a GPU parameters are rounded to bf16."""
@@ -66,6 +67,7 @@ def test_updates_equal_those_of_the_plain_network(recipe: str, settings: dict[st
         learner.kernels = True
         if low:
             learner._compute_low(LOW)
+        learner.sync = lambda grad, samples: learner.apply(grad)  # used where there are several
         return learner
 
     def trained(learner: CapturedLearner) -> tuple[torch.Tensor, float, float]:
