@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from qfleet import __version__
 from qfleet.config import Config, ConfigError, flatten, to_dict
@@ -153,6 +155,11 @@ def ranks() -> Launched | None:
     return None
 
 
+def attempt() -> int:
+    """How often torchrun has started its processes again (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[Team]:
     """The team of this process: alone, or those that a launcher started with it."""
@@ -166,7 +173,9 @@ def joined(config: Config) -> Iterator[Team]:
     patience = PATIENCE + timedelta(seconds=config.runtime.watchdog)
     with together():
         backend = "cpu:gloo,cuda:nccl" if own_gpus(config, found) else "gloo"
-        dist.init_process_group(backend, rank=found.rank, world_size=found.size, timeout=patience)
+        store, *_ = next(rendezvous("env://", found.rank, found.size, timeout=patience))
+        mine = PrefixStore(f"attempt {attempt()}", store)  # torchrun may keep its store when it starts ranks again
+        dist.init_process_group(backend, store=mine, rank=found.rank, world_size=found.size, timeout=patience)
     try:
         yield Ranks(config, found)
     finally:

@@ -20,10 +20,12 @@ SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--se
             "--runtime.eval-episodes", "2", "--replay.samples-per-step", "8", "--runtime.checkpoint-every", "1000", "--runtime.log-every", "500"]  # fmt: skip
 
 
-def launched(run: Path | str, *args: str, ranks: int = 2) -> subprocess.Popen[str]:
+MEET = ("--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+
+def launched(run: Path | str, *args: str, options: tuple[str, ...] = MEET) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "qfleet", "train", *args]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options, "-m", "qfleet", "train", *args]  # fmt: skip
     if run:
         command += ["--run-dir", str(run)]
     return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -180,6 +182,17 @@ def test_a_learner_that_dies_ends_the_run(tmp_path: Path) -> None:
     os.kill(follower(process), signal.SIGKILL)
     process.communicate(timeout=120)
     assert process.returncode != 0
+
+
+def test_torchrun_starts_them_again(whole: Path, tmp_path: Path) -> None:
+    """With the same command: the run goes on from its last checkpoint, and ends as if nothing had happened."""
+    options = ("--master-port", str(free_port()), "--max-restarts", "1")
+    process = launched(tmp_path / "run", "CartPole-v1", *SETTINGS, options=options)
+    wait_for(process, "step 1,5")
+    os.kill(follower(process), signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Trained after" in out, out[-3000:]
+    assert rows(tmp_path / "run") == rows(whole)
 
 
 def test_mpirun_starts_learners_too(whole: Path, tmp_path: Path) -> None:
