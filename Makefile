@@ -1,7 +1,7 @@
 # make train   from a fresh clone: install, train CartPole-v1, evaluate, say what to do next
 # make test    ruff, mypy --strict, pytest
 # make prove   the long proofs: many seeds, many kills
-# make bench   the benchmarks against Stable-Baselines3 and cpprb
+# make bench   the benchmarks against Stable-Baselines3, cpprb and Ray, and of several learners (about two hours)
 
 PYTHON ?= python3
 VENV   := .venv
@@ -28,7 +28,7 @@ prove: .make/dev
 	$(BIN)/python -m pytest -n 2 --dist load prove
 
 bench: .make/bench
-	for b in cartpole_updates cartpole_time pong_steps replay_vs_cpprb; do env -u OMP_NUM_THREADS $(BIN)/python benchmarks/$$b.py || exit 1; done
+	for b in cartpole_updates cartpole_time pong_steps replay_vs_cpprb wire sync_speed sync_learning; do env -u OMP_NUM_THREADS $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 # torch first and pinned: an open requirement would fetch gigabytes of GPU libraries.
 .make/venv:

@@ -37,6 +37,22 @@ def spec_of() -> Any:
     return Spec(obs_shape=(84, 84), obs_dtype="uint8", num_actions=6, frame_stack=4)
 
 
+def filled(config: Any, seed: int = 0) -> Any:
+    """A replay of random frames."""
+    import torch
+
+    from qfleet.replay import Replay
+    from qfleet.types import Step
+
+    replay = Replay(config, spec_of(), torch.device("cpu"), seed=seed)
+    g = torch.Generator().manual_seed(seed)
+    shape = (FRAMES, COLUMNS)
+    no = torch.zeros(shape, dtype=torch.bool)
+    frames = torch.randint(0, 256, (*shape, 84, 84), generator=g, dtype=torch.uint8)
+    replay.extend(Step(frames, torch.randint(0, 6, shape, generator=g), torch.randn(shape, generator=g), no, no, no))
+    return replay
+
+
 def serve(sync: dict[str, Any], port: Any) -> None:
     import torch
 
@@ -60,19 +76,12 @@ def work(rank: int, sync: dict[str, Any], address: Any, slow: float, stall: bool
     import torch
 
     from qfleet.learner import Learner
-    from qfleet.replay import Replay
     from qfleet.sync.client import Client
-    from qfleet.types import Step
 
     torch.set_num_threads(1)
     config = config_of(sync)
     learner = Learner(config, spec_of(), torch.device("cpu"))
-    replay = Replay(config, spec_of(), torch.device("cpu"), seed=rank)
-    g = torch.Generator().manual_seed(rank)
-    shape = (FRAMES, COLUMNS)
-    no = torch.zeros(shape, dtype=torch.bool)
-    frames = torch.randint(0, 256, (*shape, 84, 84), generator=g, dtype=torch.uint8)
-    replay.extend(Step(frames, torch.randint(0, 6, shape, generator=g), torch.randn(shape, generator=g), no, no, no))
+    replay = filled(config, rank)
     pushed: list[tuple[float, int]] = []  # when, samples
     stalls = 0
     if address is not None:

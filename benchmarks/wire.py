@@ -3,13 +3,15 @@
     python benchmarks/wire.py
 
 Both to one server process on this machine, medians of 41 calls each. Ray: an array as an argument; an array as a result; and the best it can do for a
-pull, a reference to an object that was put once for all readers.
+pull, a reference to an object that was put once for all readers. And the all-reduce of two processes by Gloo beside a gradient of that network, batch 32, one thread: what overlapping
+the two could save at most.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +38,31 @@ def serve(port: Any) -> None:
         await asyncio.Event().wait()
 
     asyncio.run(run())
+
+
+def reduce(rank: int, store: str, out: Any) -> None:
+    """Two of these. The first one says how long it took."""
+    import torch
+    import torch.distributed as dist
+    from sync_speed import config_of, filled, spec_of
+
+    from qfleet.config import override
+    from qfleet.learner import Learner
+    from qfleet.sync.allreduce import Reduced
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    config = override(config_of({}), {"learner.batch_size": 32})
+    learner, replay, mean = Learner(config, spec_of(), torch.device("cpu")), filled(config), Reduced()
+
+    def gradient() -> None:
+        batch = replay.sample(0, 1, 1.0, 32)
+        learner.grads(batch, learner.targets(batch, 0), 0)
+
+    got = milliseconds(gradient), milliseconds(lambda: mean(learner.grad, 32))
+    if rank == 0:
+        out.put(got)
+    dist.barrier()
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 41) -> float:
@@ -87,6 +114,13 @@ def main() -> None:
         "push of 68 kB, Ray": lambda: ray.get(actor.push.remote(small)),
     }
     got = {name: milliseconds(call) for name, call in rows.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        pair = [context.Process(target=reduce, args=(rank, f"{folder}/store", port), daemon=True) for rank in range(2)]
+        for process in pair:
+            process.start()
+        got["a gradient, batch 32"], got["all-reduce, two processes"] = port.get()
+        for process in pair:
+            process.join()
     for name, ms in got.items():
         print(f"{name:28s} {ms:6.2f} ms")
     ratios = {
