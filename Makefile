@@ -28,7 +28,7 @@ prove: .make/dev
 	$(BIN)/python -m pytest -n 2 --dist load prove
 
 bench: .make/bench
-	for b in cartpole_updates cartpole_time pong_steps replay_vs_cpprb wire sync_speed sync_learning; do env -u OMP_NUM_THREADS $(BIN)/python benchmarks/$$b.py || exit 1; done
+	for b in cartpole_updates cartpole_time pong_steps replay_vs_cpprb wire sync_speed sync_learning late_gradients; do env -u OMP_NUM_THREADS $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 # torch first and pinned: an open requirement would fetch gigabytes of GPU libraries.
 .make/venv:
