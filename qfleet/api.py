@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from qfleet import config as configs
 from qfleet import networks, recipes
 from qfleet.acting import placement
 from qfleet.acting.policy import Policy, Recorded
-from qfleet.config import Config, ConfigError
+from qfleet.config import Config, ConfigError, SyncConfig
 from qfleet.envs import ids
 from qfleet.runtime import checkpoint, evaluation, metrics, team
 from qfleet.runtime.evaluation import Evaluation
@@ -118,8 +119,24 @@ def train(
         settings = replace(settings, run_dir=str(folder))
         started = False
     with team.joined(settings) as mine:
+        if started:
+            _same_launcher(folder, settings, mine.size)
         settings = replace(settings, learners=max(settings.learners, mine.size))
         return _train(settings, Path(mine.first(str(folder))), mine, started, resume is not None, progress)
+
+
+def _same_launcher(folder: Path, config: Config, ranks: int) -> None:
+    """Learners on Ray and those of a launcher leave different checkpoints."""
+    learners = config.learners
+    if learners == 1:
+        return
+    if config.sync.transport == "server" or (folder / "learners" / "0").exists():
+        if ranks > 1:
+            raise ConfigError(f"the learners of {str(folder)!r} were on Ray: go on with `qfleet train --resume`, without a launcher.")  # fmt: skip
+    elif ranks == 1:
+        raise ConfigError(
+            f"the {learners} learners of {str(folder)!r} were started by torchrun, mpirun or Spark: go on likewise, as in `torchrun --nproc-per-node {learners} -m qfleet train --resume {folder}`."
+        )
 
 
 def _crew(config: Config, mine: Team) -> Crew:
@@ -144,6 +161,10 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
         )  # fmt: skip
     title = f"{settings.env.id} · {settings.recipe} · seed {settings.seed} · {folder}"
     with Progress(settings.total_steps, title, silent=not progress) as shown:
+        if settings.learners == 1 and settings.sync != SyncConfig():
+            shown.message(
+                "sync settings have no effect on one learner: add --learners N, or start several with torchrun"
+            )
         if resuming and not started:
             shown.message("this run has no checkpoint yet: it begins anew")
         trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine))
@@ -243,8 +264,9 @@ def compose(
     if of in ("atari", "general"):  # not told by the name alone, as in Pong-v4; an unknown environment fails here
         of = "general" if ids.atari_game(ids.find(str(env_id))) is None else "atari"
     device = str(given.get("device") or file.get("device") or "auto")
-    elsewhere = device == "cuda" and int(given.get("learners") or file.get("learners") or 1) > 1  # on a cluster
-    gpu = elsewhere or pick_device(device) != "cpu"
+    cluster = given.get("address") or file.get("address") or os.environ.get("RAY_ADDRESS")
+    elsewhere = device == "cuda" and cluster  # has one, perhaps; this machine needs none
+    gpu = bool(elsewhere) or pick_device(device) != "cpu"
     base = recipes.make(str(recipe or file.get("recipe") or recipes.DEFAULT), str(env_id), of, gpu)
     settings = {**file, **given, "env.id": env_id, "recipe": base.recipe}
     wanted = str(settings.get("env.num_envs", ""))

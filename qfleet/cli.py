@@ -261,7 +261,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 
 
 def train(**args: Any) -> int:
-    from qfleet.runtime.team import TeamError
+    from qfleet.runtime.team import TeamError, command
     from qfleet.runtime.train import TrainingError
 
     try:
@@ -278,7 +278,7 @@ def train(**args: Any) -> int:
         print(f"These are the weights of the best evaluation; the last one, at step {last[0]:,}, had {last[1]:,.1f}.")
     print(f"Run directory: {run.dir}\n\nNext:")
     if run.interrupted:
-        print(f"  {qf} train --resume {folder}")
+        print(f"  {qf if command() == 'qfleet' else command()} train --resume {folder}")
     print(f"  {qf} eval {folder}")
     print(f"  {qf} plot {folder} -o curve.png")
     print(f"  {qf} video {folder} -o episode.mp4")

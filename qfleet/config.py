@@ -60,13 +60,17 @@ def setting(name: str, known: typing.Iterable[str]) -> str:
     return ELSEWHERE.get(leaf) or next((k for k in known if k.rpartition(".")[2] == leaf), name)
 
 
+def resembling(name: str, allowed: typing.Iterable[str], count: int = 3) -> str:
+    """' Did you mean ...?' for a mistyped name."""
+    close = difflib.get_close_matches(name, sorted(allowed), n=count, cutoff=0.55)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
 def suggest(name: str, allowed: typing.Iterable[str], count: int = 3) -> str:
-    """' Did you mean ...?' for a mistyped name, or a list of what there is."""
+    """The same, or a list of what there is."""
     options = sorted(allowed)
-    close = difflib.get_close_matches(name, options, n=count, cutoff=0.55)
-    if close:
-        return f" Did you mean {' or '.join(close)}?"
-    return f" Allowed: {', '.join(options)}." if len(options) <= 40 else ""
+    listed = f" Allowed: {', '.join(options)}." if len(options) <= 40 else ""
+    return resembling(name, options, count) or listed
 
 
 def _check(ok: bool, flag: str, value: object, allowed: str) -> None:
@@ -116,7 +120,7 @@ class NetworkConfig:
         kinds = ("auto", "mlp", "nature", "impala", "grid")
         if self.kind not in kinds and not all(self.kind.partition(":")):
             raise ConfigError(
-                f"network.kind is {self.kind!r}; allowed are {', '.join(kinds)} or module:Class.{suggest(self.kind, kinds)}"
+                f"network.kind is {self.kind!r}; allowed are {', '.join(kinds)} or module:Class.{resembling(self.kind, kinds)}"
             )
         _check(all(h >= 1 for h in self.hidden), "network.hidden", self.hidden, "positive widths, as in 256,256")
         _check(self.atoms >= 2 or self.dist == "scalar", "network.atoms", self.atoms, "at least 2")
@@ -271,7 +275,7 @@ class SyncConfig:
         "sync", "how several learners agree, see docs/sync.md"
     )
     transport: Literal["auto", "allreduce", "server"] = opt(
-        "auto", "auto = server for async, window, ssp and easgd, all-reduce for the rest"
+        "auto", "auto = server on Ray, all-reduce under torchrun, mpirun and Spark"
     )
     codec: Literal["fp32", "bf16", "int8", "topk", "powersgd"] = opt("fp32", "how what is pushed is compressed")
     servers: int = opt(1, "server: parts into which the parameters are cut")
@@ -465,7 +469,7 @@ def convert(path: str, value: Any, hint: Any) -> Any:
             text = "on" if value is True else "off" if value is False else value  # YAML reads on/off as booleans
             if text not in args:
                 raise ConfigError(
-                    f"{path} is {value!r}; allowed: {', '.join(map(str, args))}.{suggest(str(value), args) if isinstance(value, str) else ''}"
+                    f"{path} is {value!r}; allowed: {', '.join(map(str, args))}.{resembling(str(value), args) if isinstance(value, str) else ''}"
                 )
             return text
         if origin in (types.UnionType, typing.Union):

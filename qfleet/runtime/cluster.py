@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -38,7 +39,7 @@ from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
 from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers
-from qfleet.runtime.setup import summary
+from qfleet.runtime.setup import summary, team_line
 from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.shard import Copy, Position
@@ -47,6 +48,7 @@ from qfleet.types import State
 
 PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
+REACH = 10.0  # seconds for a cluster to take a connection
 ANSWER = 1.0  # seconds for a learner to say which version it has
 SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
 
@@ -65,6 +67,8 @@ class Fleet:
         self._open = contextlib.ExitStack()
         self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
         check(config)
+        if not ray.is_initialized():
+            reach(address_of(config))
         transport = "server" if config.sync.transport == "auto" else config.sync.transport
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self.config = config = override(config, {"sync.transport": transport, "device": device})
@@ -91,7 +95,7 @@ class Fleet:
         servers = f"with {self._shards} server{'s' if self._shards > 1 else ''}" if self._shards else "by all-reduce"
         return [
             *summary(c, self.envs, c.device if c.replay.device == "auto" else c.replay.device),
-            f"  learners      {c.learners} on Ray {servers}, sync {c.sync.mode}, codec {c.sync.codec}",
+            team_line(c, f"on Ray {servers}"),
         ]
 
     # --- making ------------------------------------------------------------------------------------------------------
@@ -128,7 +132,7 @@ class Fleet:
     def _join_ray(self) -> None:
         """One that is given, or that this process has joined already, or a local one of our own."""
         ray, needed = self._ray, self.config.learners + self._shards
-        address = self.config.address or os.environ.get("RAY_ADDRESS", "")
+        address = address_of(self.config)
         if not ray.is_initialized():
             quiet = {"include_dashboard": None if address else False, "log_to_driver": False, "logging_level": "ERROR"}
             ours = {"address": "local", "num_cpus": max(os.cpu_count() or 1, needed + 1)}
@@ -389,6 +393,25 @@ def check(config: Config) -> None:
     check_division(config, config.learners)
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {config.device!r}, but Ray gives every learner its GPU: use --device cuda.")
+
+
+def address_of(config: Config) -> str:
+    return config.address or os.environ.get("RAY_ADDRESS", "")
+
+
+def reach(address: str) -> None:
+    """Is anybody there? Ray itself would try for minutes."""
+    if address in ("", "auto", "local") or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"address is {address!r}, but it must be the HOST:PORT of a Ray cluster, or auto.")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH).close()
+    except OSError as e:
+        raise ConfigError(
+            f"no Ray cluster at {address!r} ({e.strerror or e}): start one there (`ray start --head`), or leave --address out."
+        ) from None
 
 
 class Orderer:

@@ -163,6 +163,8 @@ def bottleneck(values: Mapping[str, float]) -> str:
     if "pipeline/env" not in values:
         return ""
     env, act, learn, wait = (values.get(f"pipeline/{name}", 0.0) for name in ("env", "act", "learn", "wait"))
+    if values.get("sync/wait", 0.0) > max(env, act, learn):
+        return "agreeing: larger batches, or a mode that meets less often, would help"
     in_turn = env + act + learn < 1.05  # shares of the time; otherwise learning goes on beside the others
     if learn > 0.9 or (in_turn and learn > max(env, act)):
         return "learning: fewer samples per step or a faster device would help"
@@ -248,7 +250,7 @@ def _team(values: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
         "sync",
         _cells(
             ("MB/s", value("sync/mb_per_second"), ",.2f"),
-            ("compressed", value("sync/compression"), ".3g"),
+            ("compressed", value("sync/compression"), ".2f"),
             ("rejected", value("sync/rejected"), ".0%"),
         ),
     )

@@ -106,6 +106,12 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
     return lines + [f"  note          {note}" for note in made.notes]
 
 
+def team_line(config: Config, how: str) -> str:
+    """About several learners; `how` they are connected."""
+    shares = f", batches by {config.sync.weights}" if config.sync.weights else ", batches by speed" if config.sync.balance else ""  # fmt: skip
+    return f"  learners      {config.learners} {how}, sync {config.sync.mode}, codec {config.sync.codec}{shares}"
+
+
 def lock(run_dir: Path) -> BinaryIO:
     """One process a run: held until the file is closed, by whatever ends the process."""
     file = open(run_dir / ".lock", "wb")  # noqa: SIM115 - held open by the caller

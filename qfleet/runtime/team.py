@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -160,6 +161,16 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
+def command() -> str:
+    """How learners are started like this one: `torchrun --nproc-per-node 2 -m qfleet`."""
+    launched = ranks()
+    if launched is None or launched.size == 1:
+        return "qfleet"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"torchrun --nproc-per-node {launched.here} -m qfleet"
+    return f"mpirun -np {launched.size} qfleet"
+
+
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[Team]:
     """The team of this process: alone, or those that a launcher started with it."""
@@ -204,7 +215,7 @@ def check_division(config: Config, size: int) -> None:
     """Can the work be divided among so many learners?"""
     if config.env.num_envs % size:
         raise ConfigError(
-            f"env.num_envs {config.env.num_envs} cannot be divided among {size} learners: change it to a multiple of {size}."
+            f"env.num_envs {config.env.num_envs} cannot be divided among {size} learners: use a multiple, as in --env.num-envs {-(-config.env.num_envs // size) * size}."
         )
     if config.sync.weights and len(config.sync.weights) != size:
         raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")
@@ -222,8 +233,9 @@ def together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:
+        why = re.sub(r"\[/\S*\]\s*", "", str(e).splitlines()[0]).strip()
         raise TeamError(
-            f"another learner of this run ended or does not answer ({str(e).splitlines()[0][:120]}). Its own message says why. Go on with all of them: --resume RUN."
+            f"another learner of this run ended or does not answer ({why}). If it could, it said why. Go on with all of them: `{command()} train --resume RUN`."
         ) from None
 
 

@@ -36,6 +36,7 @@ from qfleet.runtime.watchdog import Watchdog
 from qfleet.runtime.worker import EXPLODED, Worker
 from qfleet.types import State
 
+AGAIN = 1.0  # seconds
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EVALUATION_SHARE = 4  # an evaluation beside the training has this part of the cores: its threads spin while they wait
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
@@ -139,6 +140,8 @@ class Trainer:
         self.stop_reason = ""
         self.signal: int | None = None
         position = self._load() if resume else None
+        if resume:
+            progress.message(f"  resumed       from the checkpoint at step {worker.steps:,}")
         self._evaluations_begun = worker.steps // (config.runtime.eval_every or 1)
         if not resume:
             worker.start()
@@ -399,17 +402,20 @@ class Follower:
 
 
 def catch_signals(caught: Callable[[int], None]) -> dict[int, Any]:
-    """First SIGINT or SIGTERM: finish the round, checkpoint, leave. The second: leave at once. -> the handlers of before."""
+    """First SIGINT or SIGTERM: finish the round, checkpoint, leave. The second: leave at once. -> the handlers of before.
+
+    Under a launcher Ctrl-C comes twice, from the terminal and from the launcher: within AGAIN seconds it is the same one."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    seen = False
+    first: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        if seen:
+        nonlocal first
+        if first is None:
+            first = time.monotonic()
+            caught(number)
+        elif time.monotonic() - first > AGAIN:
             os._exit(128 + number)
-        seen = True
-        caught(number)
 
     return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
 

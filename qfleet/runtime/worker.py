@@ -25,7 +25,7 @@ from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.schedule import Aside, Pipelined, Schedule, Serial, Streams
-from qfleet.runtime.setup import device_of, pick_device, resolve, summary
+from qfleet.runtime.setup import device_of, pick_device, resolve, summary, team_line
 from qfleet.runtime.team import Broken, Team
 from qfleet.types import Spec, State, Step
 
@@ -128,7 +128,8 @@ class Worker:
 
     def summary(self) -> list[str]:
         """What is about to run, for people."""
-        return summary(self.config, self.envs, str(self.replay_device))
+        lines = summary(self.config, self.envs, str(self.replay_device))
+        return lines if self.team.size == 1 else [*lines, team_line(self.config, "by all-reduce")]
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 

@@ -233,6 +233,12 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_a_cluster_that_is_not_there_or_too_small(ray: None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"take a CPU each \(11\), but the Ray cluster has 8"):
         trained(tmp_path / "run", "sync", learners=2, sync__servers=9)
+    for address, what in (
+        ("127.0.0.1:1", "no Ray cluster at '127.0.0.1:1' .Connection refused"),
+        ("there", "HOST:PORT"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            trained(tmp_path / "run", "sync", address=address)
     with pytest.raises(ConfigError, match="device is 'cuda', but the Ray cluster has no GPU"):
         trained(tmp_path / "run", "sync", device="cuda")
     assert not (tmp_path / "run").exists()

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import qfleet
+from qfleet.config import ConfigError
 from qfleet.runtime import checkpoint, metrics
 
 SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--seed", "3", "--device", "cpu",
@@ -101,13 +103,19 @@ def test_a_team_that_was_stopped_goes_on_exactly(whole: Path, tmp_path: Path) ->
     run = tmp_path / "run"
     process = launched(run, "CartPole-v1", *SETTINGS)
     wait_for(process, "step 1,5")
-    os.kill(follower(process), signal.SIGTERM)
-    process.communicate(timeout=120)
+    for _ in range(2):  # as Ctrl-C comes under a launcher
+        os.kill(follower(process), signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert "torchrun --nproc-per-node 2 -m qfleet train --resume" in out
     stopped = newest(run)["step"]
     assert 1000 <= stopped < 3000
+    with pytest.raises(
+        ConfigError, match=r"go on likewise, as in `torchrun --nproc-per-node 2 -m qfleet train --resume"
+    ):
+        qfleet.train(resume=run)
     resumed = launched("", "--resume", str(run))
     out, _ = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, out[-3000:]
+    assert resumed.returncode == 0 and f"from the checkpoint at step {stopped:,}" in out, out[-3000:]
     assert rows(run) == rows(whole)
     ours, theirs = newest(run), newest(whole)
     assert all((ours["learner"]["model"][k] == v).all() for k, v in theirs["learner"]["model"].items())
