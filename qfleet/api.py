@@ -105,9 +105,10 @@ def train(
         "device": device,
     }
     given = {k: v for k, v in named.items() if v is not None} | dict(overrides or {})
-    if team.attempt() and resume is None and (Path(given.get("run_dir", "")) / "config.yaml").is_file():
+    place = given.get("run_dir")
+    if team.attempt() and resume is None and place and (Path(place) / "config.yaml").is_file():
         env = recipe = config = None  # the launcher gave the same command again: its run goes on
-        resume, given = given["run_dir"], {}
+        resume, given = place, {}
     if resume is not None:
         if env is not None or recipe is not None or config is not None:
             raise ConfigError("--resume takes the environment, recipe and config from the run itself: leave them out.")

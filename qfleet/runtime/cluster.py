@@ -150,7 +150,7 @@ class Fleet:
         if self.config.device == "cuda":
             if not (gpus := ray.cluster_resources().get("GPU", 0)):
                 raise ConfigError("device is 'cuda', but the Ray cluster has no GPU: use --device cpu.")
-            self._gpus = min(1.0, gpus / self.config.learners // 1e-4 * 1e-4)  # learners may share one
+            self._gpus = 1 / -(-self.config.learners // gpus)  # learners may share one
         machines = sum(node["Alive"] for node in ray.nodes())
         self._here = -(-self.config.learners // machines)  # learners on one machine
 

@@ -35,7 +35,7 @@ def device_of(name: str, local: int = 0) -> torch.device:
     learners on this machine, that of the learner's number among them."""
     if name != "cuda":
         return torch.device(name)
-    return torch.device("cuda", (torch.cuda.current_device() + local) % torch.cuda.device_count())
+    return torch.device("cuda", local % torch.cuda.device_count() if local else torch.cuda.current_device())
 
 
 def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device: torch.device) -> Config:
@@ -49,7 +49,9 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
             f"runtime.schedule is 'streams', which keeps replay and learner on one device, but replay.device is {config.replay.device!r} and device {str(device)!r}. Leave the schedule or replay.device out."
         )
     choices: dict[str, Any] = {
-        "device": str(device) if config.learners == 1 else device.type,
+        "device": "cuda"
+        if config.learners > 1 and config.device in ("auto", "cuda") and device.type == "cuda"
+        else str(device),
         "learner.compile": compile_choice(config),
         "env.vectorize": made.kind,
     }

@@ -36,7 +36,7 @@ from qfleet.runtime.watchdog import Watchdog
 from qfleet.runtime.worker import EXPLODED, Worker
 from qfleet.types import State
 
-AGAIN = 1.0  # seconds
+AGAIN = 1.0  # seconds in which a second signal is an echo of the first
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EVALUATION_SHARE = 4  # an evaluation beside the training has this part of the cores: its threads spin while they wait
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
@@ -404,7 +404,7 @@ class Follower:
 def catch_signals(caught: Callable[[int], None]) -> dict[int, Any]:
     """First SIGINT or SIGTERM: finish the round, checkpoint, leave. The second: leave at once. -> the handlers of before.
 
-    Under a launcher Ctrl-C comes twice, from the terminal and from the launcher: within AGAIN seconds it is the same one."""
+    Under a launcher Ctrl-C comes twice: from the terminal, and from the launcher."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     first: float | None = None
