@@ -49,9 +49,7 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
             f"runtime.schedule is 'streams', which keeps replay and learner on one device, but replay.device is {config.replay.device!r} and device {str(device)!r}. Leave the schedule or replay.device out."
         )
     choices: dict[str, Any] = {
-        "device": "cuda"
-        if config.learners > 1 and config.device in ("auto", "cuda") and device.type == "cuda"
-        else str(device),
+        "device": device.type if config.learners > 1 and config.device in ("auto", "cuda") else str(device),
         "learner.compile": compile_choice(config),
         "env.vectorize": made.kind,
     }
