@@ -39,7 +39,7 @@ from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
 from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers
-from qfleet.runtime.setup import summary, team_line
+from qfleet.runtime.setup import kind_of, summary, team_line
 from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.shard import Copy, Position
@@ -70,8 +70,7 @@ class Fleet:
         if not ray.is_initialized():
             reach(address_of(config))
         transport = "server" if config.sync.transport == "auto" else config.sync.transport
-        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        self.config = config = override(config, {"sync.transport": transport, "device": device})
+        self.config = config = override(config, {"sync.transport": transport, "device": kind_of(config.device)})
         self._gpus = 0.0  # of a learner
         self._shards = config.sync.servers if transport == "server" else 0  # servers
         self._theirs = override(config, {"run_dir": str(Path(config.run_dir).absolute())})

@@ -30,6 +30,11 @@ def pick_device(name: str, same_as: torch.device | None = None) -> str:
     return name
 
 
+def kind_of(name: str) -> str:
+    """cpu or cuda: what `auto` is on this machine; a GPU that was asked for may be on another one."""
+    return pick_device(name) if name == "auto" else name.partition(":")[0]
+
+
 def device_of(name: str, local: int = 0) -> torch.device:
     """The device of that name, numbered, so that equal devices compare equal: `cuda` alone is the current one, or, with several
     learners on this machine, that of the learner's number among them."""

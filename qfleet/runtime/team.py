@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from qfleet import __version__
 from qfleet.config import Config, ConfigError, flatten, to_dict
 from qfleet.learner import Learner
+from qfleet.runtime.setup import kind_of
 from qfleet.sync.balance import Balance
 from qfleet.sync.group import Group
 from qfleet.sync.traffic import Traffic
@@ -219,8 +220,7 @@ def check_division(config: Config, size: int) -> None:
         )
     if config.sync.weights and len(config.sync.weights) != size:
         raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")
-    gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    recorded = gpu or config.runtime.schedule == "streams"
+    recorded = kind_of(config.device) == "cuda" or config.runtime.schedule == "streams"
     if recorded and (config.sync.balance or config.sync.weights):
         raise ConfigError(
             "sync.balance and sync.weights change the size of batches, but on a GPU (and in the schedule streams) updates are recorded for one size: leave them out, or use --device cpu."

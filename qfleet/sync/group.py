@@ -39,7 +39,10 @@ class Group:
 
     def agree(self, grad: Tensor, samples: int) -> None:
         """In the place of the learner's own `apply`."""
-        vector = grad if self._on_device else grad.cpu()  # when the device has it
+        if self._local is None and not self._on_device:
+            vector = grad.cpu()  # which waits for the device: not time spent agreeing
+        else:
+            vector = grad
         began, sent = time.perf_counter(), self._mean.bytes_sent
         with self.work.done(samples, self._learner.began):
             if self._local is None:
