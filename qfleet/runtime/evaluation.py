@@ -17,6 +17,7 @@ from qfleet.types import Array
 
 MAX_ENVS = 20
 MAX_EPISODE_STEPS = 27_000  # 30 minutes of Atari; a greedy policy may otherwise stay in one place for ever
+IDLE_FRAMES = 3 * 60 * 60  # 3 minutes of Atari without a reward: it will not serve the next ball of Breakout, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,16 @@ class Player(Protocol):
 def play(
     player: Player, envs: Envs, episodes: int, seed: int, step: int, stop: Callable[[], bool] = lambda: False
 ) -> Evaluation | None:
-    """None if `stop` became true on the way. Every environment plays its share of the episodes, so short episodes are not counted more often than long ones."""
+    """None if `stop` became true on the way. Every environment plays its share of the episodes, so short episodes are not counted more often than long ones.
+
+    An episode that does not end counts with what it has; its environment cannot be used again.
+    """
     n = envs.num_envs
+    patience = IDLE_FRAMES // envs.frame_skip if envs.frame_skip > 1 else MAX_EPISODE_STEPS  # steps without a reward
     share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
     stack = FrameStack(envs.spec, n)
     obs, first = envs.reset(rng.derive(seed, "evaluation")), np.ones(n, np.bool_)
-    running, length = np.zeros(n), np.zeros(n, np.int64)
+    running, length, idle = np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.int64)
     returns: list[list[float]] = [[] for _ in range(n)]
     while (share > 0).any():
         if stop():
@@ -70,13 +75,14 @@ def play(
         obs, first = s.obs, s.first
         running += s.reward
         length += ~s.first
+        idle = np.where(s.reward == 0, idle + 1, 0)
         over = s.terminated | s.truncated
-        stuck = length >= MAX_EPISODE_STEPS
+        stuck = (length >= MAX_EPISODE_STEPS) | (idle >= patience)
         for e in np.flatnonzero((over | stuck) & (share > 0)):
             returns[e].append(float(running[e]))
             share[e] = 0 if stuck[e] else share[e] - 1
         running[over] = 0
-        length[over] = 0
+        length[over] = idle[over] = 0
     played = [r for each in returns for r in each]
     return Evaluation(
         env=player.config.env.id,
