@@ -23,7 +23,7 @@ GOAL = 18.0
 
 def one(seed: int, recipe: str, settings: list[str], limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        stop = ("--runtime.stop-at", str(GOAL), "--runtime.checkpoint-every", "0")
+        stop = ("--runtime.stop-at", str(GOAL), "--runtime.checkpoint-every", "0", "--runtime.eval-epsilon", "0")
         command = train_command("pong", recipe, folder, settings, "--seed", str(seed), *stop)
         reached: float | None = None
         step, newest, last = 0, float("-inf"), ""

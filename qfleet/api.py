@@ -37,6 +37,7 @@ RESUMABLE = (
     "address",
     "runtime.eval_every",
     "runtime.eval_episodes",
+    "runtime.eval_epsilon",
     "runtime.checkpoint_every",
     "runtime.keep",
     "runtime.stop_at",
@@ -73,8 +74,8 @@ class Run:
         rows = [(int(r["step"]), r["eval/mean_reward"]) for r in self.metrics if "eval/mean_reward" in r]
         return rows[-1] if rows else None
 
-    def evaluate(self, episodes: int = 20, seed: int | None = None) -> Evaluation:
-        return evaluate(self.dir, episodes, seed)
+    def evaluate(self, episodes: int = 20, seed: int | None = None, epsilon: float | None = None) -> Evaluation:
+        return evaluate(self.dir, episodes, seed, epsilon)
 
 
 def train(
@@ -185,10 +186,13 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
     )
 
 
-def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Evaluation:
-    """Greedy episodes with the best weights of a run (or with those of the checkpoint named)."""
+def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None, epsilon: float | None = None) -> Evaluation:
+    """Episodes with the best weights of a run (or with those of the checkpoint named): greedy, but for as many random actions
+    as the run's own evaluations had, or `epsilon`."""
     if episodes < 1:
         raise ValueError(f"episodes is {episodes}, but it must be at least 1.")
+    if epsilon is not None and not 0 <= epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon}, but it must be between 0 and 1.")
     policy, step = load_policy(run)
     chosen = policy.config.seed + 1_000_003 if seed is None else seed  # not the episodes the best was chosen on
     threads = torch.get_num_threads()
@@ -197,7 +201,8 @@ def evaluate(run: str | Path, episodes: int = 20, seed: int | None = None) -> Ev
         with evaluation.make_envs(
             policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
         ) as envs:
-            result = evaluation.play(_player(policy, envs.num_envs), envs, episodes, chosen, step)
+            player = _player(policy, envs.num_envs)
+            result = evaluation.play(player, envs, episodes, chosen, step, epsilon=epsilon)
     finally:
         torch.set_num_threads(threads)
     assert result is not None

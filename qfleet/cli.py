@@ -38,7 +38,7 @@ usage: qfleet COMMAND [...]
 
   train ENV        train an agent; ENV is a gymnasium id, module:Id, or an Atari game such as pong
   train --resume   go on exactly where the last checkpoint of a run stopped
-  eval RUN         play greedy episodes with a trained agent
+  eval RUN         play episodes with a trained agent
   plot RUN...      learning curves; several seeds of a recipe become one band
   video RUN        record an episode
   recipes          the algorithms there are, and what each is good for
@@ -217,10 +217,11 @@ def _pairs(words: Sequence[str]) -> dict[str, Any]:
 
 
 def eval_parser() -> Parser:
-    parser = Parser("eval", "Play greedy episodes with the best weights of a run, or with those of a checkpoint in it.")
+    parser = Parser("eval", "Play episodes with the best weights of a run, or with those of a checkpoint in it.")
     parser.add_argument("run", metavar="RUN", help="run directory, or a checkpoint in it")
     parser.add_argument("--episodes", type=int, default=20, metavar="N", help="episodes to play [20]")
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="seed of the episodes [from the run]")
+    parser.add_argument("--epsilon", type=float, default=None, metavar="P", help="part of random actions [as the run's evaluations: 0.01 in Atari, else 0, greedy]")  # fmt: skip
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     return parser
 
@@ -239,7 +240,7 @@ def plot_parser() -> Parser:
 
 
 def video_parser() -> Parser:
-    parser = Parser("video", "Record greedy episodes.")
+    parser = Parser("video", "Record episodes, played as evaluations are.")
     parser.add_argument("run", metavar="RUN", help="run directory, or a checkpoint in it")
     parser.add_argument("-o", "--out", default="episode.mp4", metavar="F.mp4", help="video: .mp4 or .gif [episode.mp4]")
     parser.add_argument("--episodes", type=int, default=1, metavar="N", help="episodes to record [1]")
@@ -293,8 +294,8 @@ def program() -> str:
     return shlex.quote(os.path.relpath(called))
 
 
-def evaluate(run: str, episodes: int, seed: int | None, json: bool) -> int:
-    result = qfleet.evaluate(run, episodes, seed)
+def evaluate(run: str, episodes: int, seed: int | None, epsilon: float | None, json: bool) -> int:
+    result = qfleet.evaluate(run, episodes, seed, epsilon)
     if json:
         from json import dumps
 
@@ -306,7 +307,7 @@ def evaluate(run: str, episodes: int, seed: int | None, json: bool) -> int:
 
 
 def sentence(e: Evaluation) -> str:
-    return f"{e.env} at step {e.step:,}: return {e.mean_return:,.1f} ± {e.std_return:,.1f} over {e.episodes} greedy episodes."
+    return f"{e.env} at step {e.step:,}: return {e.mean_return:,.1f} ± {e.std_return:,.1f} over {e.episodes} {'greedy episodes' if not e.epsilon else f'episodes, {e.epsilon:.3g} of the actions random'}."
 
 
 def plot(runs: list[str], out: str, metric: str) -> int:

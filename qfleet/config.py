@@ -236,6 +236,10 @@ class RuntimeConfig:
     checkpoint_every: int = opt(10_000, "steps between checkpoints; 0 = only at the end and on a signal")
     eval_every: int = opt(10_000, "steps between evaluations; 0 = only at the end")
     eval_episodes: int = opt(20, "episodes per evaluation")
+    eval_epsilon: float = opt(
+        0.0,
+        "part of random actions in evaluations; 0 = greedy. Without any, Breakout waits for ever to be served (Atari: 0.01)",
+    )
     keep: int = opt(2, "checkpoints kept besides the best")
     stop_at: float | None = opt(None, "stop once an evaluation reaches this mean return")
     patience: int = opt(0, "stop after this many evaluations without a new best; 0 = never")
@@ -250,6 +254,7 @@ class RuntimeConfig:
         _check(self.groups >= 1, "runtime.groups", self.groups, "at least 1")
         _check(self.steps_per_round >= 1, "runtime.steps_per_round", self.steps_per_round, "at least 1")
         _check(self.eval_episodes >= 1, "runtime.eval_episodes", self.eval_episodes, "at least 1")
+        _check(0 <= self.eval_epsilon <= 1, "runtime.eval_epsilon", self.eval_epsilon, "between 0 and 1")
         _check(self.keep >= 1, "runtime.keep", self.keep, "at least 1")
         _check(self.log_every >= 1, "runtime.log_every", self.log_every, "at least 1")
         for name in ("checkpoint_every", "eval_every", "patience", "emulator_threads", "watchdog"):

@@ -45,6 +45,7 @@ NOT_A_DIFFERENCE = (
     "runtime.checkpoint_every",
     "runtime.eval_every",
     "runtime.eval_episodes",
+    "runtime.eval_epsilon",
     "runtime.log_every",
     "runtime.keep",
     "runtime.stop_at",

@@ -134,6 +134,7 @@ FAMILIES: dict[str, Settings] = {
         "runtime.lag": 1,
         "runtime.eval_every": 250_000,
         "runtime.eval_episodes": 10,
+        "runtime.eval_epsilon": 0.01,
         "runtime.checkpoint_every": 50_000,
         "runtime.log_every": 5_000,
     },

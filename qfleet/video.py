@@ -1,4 +1,4 @@
-"""Greedy episodes of a trained policy as a video. The policy sees exactly what it saw in training."""
+"""Episodes of a trained policy, as an evaluation plays them, as a video. The policy sees exactly what it saw in training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from qfleet.envs import Envs, ids, spaces
 from qfleet.envs.atari import Atari
 from qfleet.envs.base import EnvStep
 from qfleet.envs.local import InProcess, env_seeds
-from qfleet.runtime.evaluation import MAX_EPISODE_STEPS
+from qfleet.runtime.evaluation import MAX_EPISODE_STEPS, Chance
 from qfleet.types import Array, Spec
 
 MIN_HEIGHT = 320  # smaller pictures (Atari, MinAtar) are enlarged by a whole factor
 
 
 def record(run: str | Path, out: Path, episodes: int = 1, seed: int = 0, fps: int = 30) -> list[float]:
-    """Play greedy episodes of a run (or a checkpoint in it) into `out` (.mp4 or .gif) and return their returns."""
+    """Play episodes of a run (or a checkpoint in it) into `out` (.mp4 or .gif) and return their returns."""
     if episodes < 1 or fps < 1:
         raise ConfigError(f"episodes is {episodes} and fps is {fps}, but both must be at least 1.")
     if out.suffix not in (".mp4", ".gif"):
@@ -35,7 +35,8 @@ def record(run: str | Path, out: Path, episodes: int = 1, seed: int = 0, fps: in
     policy = qfleet.load(run)
     env_spec = ids.find(policy.config.env.id)
     with filmed(policy.config.env, policy.spec, seed) as (envs, picture):
-        frames = play(policy, envs, picture, episodes)
+        chance = Chance(policy.config.runtime.eval_epsilon, seed, policy.spec.num_actions)
+        frames = play(policy, envs, picture, episodes, chance)
         with ids.explained(env_spec, {}):  # drawing may need a package that stepping does not, such as pygame
             first, _ = next(frames)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,13 +51,15 @@ def record(run: str | Path, out: Path, episodes: int = 1, seed: int = 0, fps: in
     return returns
 
 
-def play(policy: Policy, envs: Envs, picture: Callable[[], Any], episodes: int) -> Iterator[tuple[Any, float | None]]:
+def play(
+    policy: Policy, envs: Envs, picture: Callable[[], Any], episodes: int, chance: Chance
+) -> Iterator[tuple[Any, float | None]]:
     """Every picture of the episodes, with the return beside the last one of each."""
     stack, total, length = FrameStack(envs.spec, 1), 0.0, 0
     obs, first = envs.reset(), np.ones(1, np.bool_)
     yield picture(), None
     while episodes:
-        s = envs.step(policy.act(stack.push(obs, first)))
+        s = envs.step(chance(policy.act(stack.push(obs, first))))
         obs, first, total, length = s.obs, s.first, total + float(s.reward[0]), length + 1
         over = bool(s.terminated[0] or s.truncated[0]) or length == MAX_EPISODE_STEPS
         yield picture(), total if over else None

@@ -15,7 +15,7 @@ from qfleet.cli import Command, main, parse, program
 from qfleet.config import Config, ConfigError, override, paths
 
 RESULT = SimpleNamespace(
-    env="CartPole-v1", step=50_000, episodes=2, mean_return=499.5, std_return=0.5, returns=[499.0, 500.0]
+    env="CartPole-v1", step=50_000, episodes=2, mean_return=499.5, std_return=0.5, returns=[499.0, 500.0], epsilon=0.0
 )
 
 
@@ -152,11 +152,14 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, capsys):
 
 
 def test_the_other_commands():
-    assert parse(["eval", "r"]) == Command("eval", {"run": "r", "episodes": 20, "seed": None, "json": False})
+    assert parse(["eval", "r"]) == Command(
+        "eval", {"run": "r", "episodes": 20, "seed": None, "epsilon": None, "json": False}
+    )
     assert parse(["eval", "r", "--episodes", "3", "--seed", "7", "--json"]).args == {
         "run": "r",
         "episodes": 3,
         "seed": 7,
+        "epsilon": None,
         "json": True,
     }
     assert parse(["plot", "a", "b", "-o", "f.svg"]).args == {
@@ -217,17 +220,19 @@ def test_eval_prints_a_sentence_or_json(monkeypatch, capsys):
 
     calls = []
 
-    def evaluate(run, episodes, seed):
-        calls.append((run, episodes, seed))
-        return Evaluation(**vars(RESULT))
+    def evaluate(run, episodes, seed, epsilon):
+        calls.append((run, episodes, seed, epsilon))
+        return Evaluation(**{**vars(RESULT), "epsilon": epsilon or 0.0})
 
     monkeypatch.setattr(qfleet, "evaluate", evaluate, raising=False)
     assert main(["eval", "r", "--episodes", "2", "--seed", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == vars(RESULT)
-    assert list(vars(RESULT)) == ["env", "step", "episodes", "mean_return", "std_return", "returns"]
+    assert list(vars(RESULT)) == ["env", "step", "episodes", "mean_return", "std_return", "returns", "epsilon"]
     assert main(["eval", "r"]) == 0
     assert "CartPole-v1 at step 50,000: return 499.5 ± 0.5 over 2 greedy episodes." in capsys.readouterr().out
-    assert calls == [("r", 2, 5), ("r", 20, None)]
+    assert main(["eval", "r", "--epsilon", "0.05"]) == 0
+    assert "over 2 episodes, 0.05 of the actions random." in capsys.readouterr().out
+    assert calls == [("r", 2, 5, None), ("r", 20, None, None), ("r", 20, None, 0.05)]
 
 
 @pytest.mark.parametrize(("number", "code"), [(None, 0), (2, 130), (15, 143)])

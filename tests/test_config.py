@@ -47,6 +47,7 @@ def test_names_from_elsewhere_lead_to_settings_there_are() -> None:
         ({"replay.buffer_size": 1}, r"Did you mean replay.capacity"),
         ({"learner.batch_size": 10**6}, r"no update would ever be made"),
         ({"acting.hold": 0}, r"acting.hold is 0, but it must be at least 1"),
+        ({"runtime.eval_epsilon": 1.5}, r"runtime.eval_epsilon is 1.5, but it must be between 0 and 1"),
         ({"learner.lr": "fast"}, r"learner.lr is 'fast', but it must be a number"),
         ({"learner.lr": -1}, r"learner.lr is -1.0, but it must be positive"),
         ({"total_steps": "1.5"}, r"total_steps is '1.5', but it must be a whole number"),

@@ -1,4 +1,4 @@
-"""Greedy evaluation on environments of its own."""
+"""Evaluation on environments of its own: greedy, but for a few random actions where a task needs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDLE_FRAMES = 3 * 60 * 60  # 3 minutes of Atari without a reward: it will not se
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Unclipped returns of greedy episodes."""
+    """Unclipped returns of whole episodes."""
 
     env: str
     step: int
@@ -30,6 +30,7 @@ class Evaluation:
     mean_return: float
     std_return: float
     returns: list[float]
+    epsilon: float  # part of random actions
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,8 +55,28 @@ class Player(Protocol):
     def act(self, obs: Array) -> Array: ...
 
 
+class Chance:
+    """Replaces a part of the actions by random ones."""
+
+    def __init__(self, epsilon: float, seed: int, num_actions: int) -> None:
+        self.epsilon, self._num_actions = epsilon, num_actions
+        self._draws = np.random.default_rng(rng.derive(seed, "random actions of an evaluation"))
+
+    def __call__(self, actions: Array) -> Array:
+        if not self.epsilon:
+            return actions
+        random = self._draws.integers(self._num_actions, size=actions.shape)
+        return np.where(self._draws.random(actions.shape) < self.epsilon, random, actions)
+
+
 def play(
-    player: Player, envs: Envs, episodes: int, seed: int, step: int, stop: Callable[[], bool] = lambda: False
+    player: Player,
+    envs: Envs,
+    episodes: int,
+    seed: int,
+    step: int,
+    stop: Callable[[], bool] = lambda: False,
+    epsilon: float | None = None,
 ) -> Evaluation | None:
     """None if `stop` became true on the way. Every environment plays its share of the episodes, so short episodes are not counted more often than long ones.
 
@@ -65,13 +86,14 @@ def play(
     patience = IDLE_FRAMES // envs.frame_skip if envs.frame_skip > 1 else MAX_EPISODE_STEPS  # steps without a reward
     share = np.full(n, episodes // n) + (np.arange(n) < episodes % n)
     stack = FrameStack(envs.spec, n)
+    chance = Chance(player.config.runtime.eval_epsilon if epsilon is None else epsilon, seed, envs.spec.num_actions)
     obs, first = envs.reset(rng.derive(seed, "evaluation")), np.ones(n, np.bool_)
     running, length, idle = np.zeros(n), np.zeros(n, np.int64), np.zeros(n, np.int64)
     returns: list[list[float]] = [[] for _ in range(n)]
     while (share > 0).any():
         if stop():
             return None
-        s = envs.step(player.act(stack.push(obs, first)))
+        s = envs.step(chance(player.act(stack.push(obs, first))))
         obs, first = s.obs, s.first
         running += s.reward
         length += ~s.first
@@ -91,4 +113,5 @@ def play(
         mean_return=float(np.mean(played)),
         std_return=float(np.std(played)),
         returns=played,
+        epsilon=chance.epsilon,
     )

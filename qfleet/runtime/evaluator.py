@@ -1,4 +1,4 @@
-"""Evaluations of a run: greedy episodes with a copy of the network and environments of their own.
+"""Evaluations of a run: episodes with a copy of the network and environments of their own.
 
 Beside the training (a GPU: twenty games of Atari take seconds, in which it would otherwise train nothing) or in between, on
 the training thread. The result belongs to the step the copy was made at, and the copy stays until the next `start`: it is

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+import qfleet
 from qfleet.config import Config, EnvConfig
 from qfleet.runtime import evaluation
 from qfleet.types import Array
@@ -29,10 +30,10 @@ class Always:
         return np.full(len(obs), self.action)
 
 
-def played(env: str, player: Always, episodes: int) -> evaluation.Evaluation:
+def played(env: str, player: Always, episodes: int, epsilon: float = 0.0) -> evaluation.Evaluation:
     envs = evaluation.make_envs(EnvConfig(id=env), episodes, seed=1, threads=1)
     try:
-        result = evaluation.play(player, envs, episodes, seed=1, step=0)
+        result = evaluation.play(player, envs, episodes, seed=1, step=0, epsilon=epsilon)
     finally:
         envs.close()
     assert result is not None
@@ -45,6 +46,23 @@ def test_a_game_that_waits_to_be_served_ends_after_three_minutes() -> None:
     patience = evaluation.IDLE_FRAMES // 4
     assert got.episodes == 2 and patience <= idle.steps < patience + 500
     assert other.episodes == 2 and serving.steps < patience and other.mean_return >= got.mean_return
+
+
+def test_a_few_random_actions_serve() -> None:
+    one, two = Always(NOOP), Always(NOOP)
+    got = played("breakout", one, 2, epsilon=0.05)
+    assert one.steps < evaluation.IDLE_FRAMES // 4 and got.epsilon == 0.05  # all balls were lost
+    assert got == played("breakout", two, 2, epsilon=0.05) and one.steps == two.steps  # the same seed
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
+def test_the_part_of_random_actions(epsilon: float) -> None:
+    chance, actions = evaluation.Chance(epsilon, 7, num_actions=4), np.full(1000, 9)
+    random = np.concatenate([chance(actions) for _ in range(20)])
+    replaced = random[random != 9]
+    assert abs(len(replaced) / 20_000 - epsilon) < 0.01 and (actions == 9).all()
+    if epsilon:
+        np.testing.assert_allclose(np.bincount(replaced, minlength=4) / len(replaced), 0.25, atol=0.02)
 
 
 class Late(gym.Env[Any, Any]):
@@ -74,3 +92,10 @@ def test_other_tasks_may_be_without_reward_for_long(monkeypatch: pytest.MonkeyPa
         assert played("Late-v0", player, 1).returns == [0.0] and player.steps == 50
     finally:
         del gym.registry["Late-v0"]
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="epsilon is 2, but it must be between 0 and 1"):
+        qfleet.evaluate("run", epsilon=2)
+    with pytest.raises(ValueError, match="episodes is 0, but it must be at least 1"):
+        qfleet.evaluate("run", episodes=0)
