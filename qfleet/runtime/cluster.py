@@ -8,7 +8,8 @@
 |------------|--------------------------------------------|---------------------|
 | supervisor | news at the hub, at most PATIENCE seconds  | any report, or time |
 
-A learner that is lost is replaced; servers are repaired (runtime.servers).
+A learner that is lost is replaced; the others do not wait for the new one, which Ray may have no room for until a machine joins the
+cluster. Servers are repaired (runtime.servers).
 
 Who waits inside the actors: runtime.actors, runtime.hub. Shutdown: the hub says stop, learners end after their round and wait for
 the final checkpoint, `close` kills what is left.
@@ -50,6 +51,7 @@ PATIENCE = 0.25  # seconds in which the supervisor looks after the others even i
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
 REACH = 10.0  # seconds for a cluster to take a connection
 ANSWER = 1.0  # seconds for a learner to say which version it has
+ROOM = 20.0  # seconds for a new learner to begin; later, Ray has no room for it
 SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
 
 
@@ -86,6 +88,8 @@ class Fleet:
         self._unread: Learned | None = None  # what was told while a checkpoint was written
         self._saved, self._final = 0, False  # step of the newest checkpoint; it is the last one
         self._notes: list[str] = []
+        self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
+        self._absent: set[int] = set()  # those that Ray has no room for
         self._values: dict[int, dict[str, float]] = {}
         self._then: dict[int, dict[str, float]] = {}  # clocks at the last line of metrics
 
@@ -190,9 +194,9 @@ class Fleet:
         return added(learned, self.settle()) if self.over else learned
 
     def settle(self) -> Learned | None:
-        """At the end, when all learners have come to theirs: what they said last."""
+        """At the end, when all learners that are there have come to theirs: what they said last."""
         learned: Learned | None = None
-        while self.over and not set(self._running.values()) <= self._meeting.at_hub(lambda hub: set(hub.ended)):
+        while self.over and not self._meeting.at_hub(lambda hub: hub.live.keys() <= hub.ended):
             learned = added(learned, self._news(PATIENCE))
             self._look_after()
         return learned
@@ -207,6 +211,10 @@ class Fleet:
             if report.clock:
                 self._values[report.rank] = report.values
                 self._clocks[report.rank] = report.clock
+            self._expected.pop(report.rank, None)
+            if report.rank in self._absent:
+                self._absent.remove(report.rank)
+                self._notes.append(f"step {self.steps:,}: learner {report.rank} has joined")
             learned = added(learned, report.learned)
         self._updates += 0 if learned is None else learned.updates
         return learned
@@ -234,6 +242,12 @@ class Fleet:
             self._looked = time.monotonic()
             for rank in self._meeting.at_hub(lambda hub: hub.silent(heartbeat)):
                 self._replace(rank, f"gave no sign of life for {heartbeat:g} s")
+            for rank in [r for r, since in self._expected.items() if time.monotonic() - since > ROOM]:
+                del self._expected[rank]
+                self._absent.add(rank)
+                self._notes.append(
+                    f"step {self.steps:,}: the Ray cluster has had no room for learner {rank} for {ROOM:g} s: it joins when there is some, the others go on"
+                )
 
     def _replace(self, rank: int, what: str) -> None:
         self._ray.kill(self._learners[rank])
@@ -248,6 +262,7 @@ class Fleet:
         if not self.over:
             self._new_learner(rank, late=True)
             self._running[self._learners[rank].run.remote()] = rank
+            self._expected[rank] = time.monotonic()
         then = "" if self.over else ": a new one takes its place"
         self._notes.append(f"step {self.steps:,}: learner {rank} {what}{then}")
 
