@@ -3,8 +3,7 @@
     python benchmarks/gpu_atari.py breakout [--steps 10000000] [--recipe double] [--limit SECONDS] [--set PATH=VALUE ...]
 
 Every five seconds: resident memory of the command and all its children, and the GPU's memory in use. The curve (evaluations
-of 20 episodes, but for 1 % random actions; and the training's own returns, of the last 100 episodes with its exploration, which is what the published
-figures are) and the memory go to benchmarks/results/gpu_atari_<game>_<recipe>.png, the figures to gpu_atari.jsonl.
+of 20 episodes, with 1 % random actions; and the training's own returns, of its last 100 episodes) and the memory go to benchmarks/results/gpu_atari_<game>_<recipe>.png, the figures to gpu_atari.jsonl.
 """
 
 from __future__ import annotations
