@@ -98,7 +98,10 @@ class LearnerActor:
         if learned is not None:
             self._tell(learned)
         self._team.saved_as = self._team.save_as
-        self._worker.save(self._checkpoints, {}, step=self._team.saved_as)
+        if self._team.entered:
+            self._worker.save(self._checkpoints, {}, step=self._team.saved_as)
+        else:  # it has learned nothing yet: a resumed run begins with another one
+            self._team.wait()
 
 
 def part_of(config: Config, rank: int) -> Path:
@@ -122,8 +125,11 @@ class ServerActor:
     async def listen(self, others: Sequence[Address]) -> Address:
         import ray
 
-        self._others = [Peer(address, self._token) for address in others]
-        self._listener = Listener(self._server.handlers(), self._token)
+        listener = self._listener = Listener(self._server.handlers(), self._token)
+        # Without one of the others it cannot go on: who is connected shall notice.
+        self._others = [
+            Peer(address, self._token, lambda: asyncio.ensure_future(listener.close())) for address in others
+        ]
         if self._config.sync.mode == "window" and self._config.sync.window_ms:
             self._ticking = asyncio.create_task(self._server.ticking(self._config.sync.window_ms / 4e3))
         return str(ray.util.get_node_ip_address()), self._listener.port  # type: ignore[no-untyped-call]
@@ -145,6 +151,8 @@ class ServerActor:
         """In the place of one that was lost: with its state of some time ago, if there is one, and a newer copy."""
         if state:
             self._server.load_state(tensors(state))
+            if state["version"] > part.position.version:
+                part = self._server.shard.copy()
         self._server.restore(part, position, members)
 
     async def load(self, state: State) -> None:

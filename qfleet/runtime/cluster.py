@@ -91,6 +91,7 @@ class Fleet:
         self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
         self._absent: set[int] = set()  # those that Ray has no room for
         self._values: dict[int, dict[str, float]] = {}
+        self._episodes = 0.0  # of learners that were replaced
         self._then: dict[int, dict[str, float]] = {}  # clocks at the last line of metrics
 
     def summary(self) -> list[str]:
@@ -125,8 +126,8 @@ class Fleet:
         self._address = str(ray.util.get_node_ip_address())
         self.servers: Servers | None = None
         if self._shards:
-            about = (initial, self._token, self._meeting, self._freshest, self._members)
-            self.servers = Servers(ray, self._theirs, *about)
+            about = (initial, self._token, self._meeting)
+            self.servers = Servers(ray, self._theirs, *about, self._freshest, self._members, self._make_room)
             self._open.callback(self.servers.close)
         else:
             self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
@@ -165,10 +166,15 @@ class Fleet:
 
     def _run(self) -> None:
         """Learners begin when all of them are made."""
-        try:
-            self._ray.get([learner.ready.remote() for learner in self._learners])
-        except self._ray.exceptions.RayActorError as e:
-            raise TeamError(f"a learner could not be made: {str(e).strip().splitlines()[-1]}") from None
+        making = [learner.ready.remote() for learner in self._learners]
+        while making:
+            made, making = self._ray.wait(making, num_returns=len(making), timeout=PATIENCE)
+            try:
+                self._ray.get(made)
+            except self._ray.exceptions.RayActorError as e:
+                raise TeamError(f"a learner could not be made: {str(e).strip().splitlines()[-1]}") from None
+            if self.servers is not None:
+                self.servers.look_after()
         self._running = {learner.run.remote(): rank for rank, learner in enumerate(self._learners)}
 
     def start(self) -> None:
@@ -233,7 +239,9 @@ class Fleet:
             rank = self._running.pop(ref)
             try:
                 ray.get(ref)
-            except ray.exceptions.RayActorError:
+            except ray.exceptions.RayActorError as e:
+                if e.actor_init_failed:
+                    raise TeamError(f"learner {rank} could not be made: {str(e).strip().splitlines()[-1]}") from None
                 self._replace(rank, "ended")
             except ray.exceptions.RayTaskError as e:
                 raise TeamError(f"learner {rank} failed: {type(e.cause).__name__}: {e.cause}") from None
@@ -257,6 +265,7 @@ class Fleet:
         if rank in self._clocks:
             self._ended.append(self._clocks.pop(rank))
         self._then.pop(rank, None)
+        self._episodes += self._values.pop(rank, {}).get("rollout/episodes", 0.0)
         self._running = {ref: r for ref, r in self._running.items() if r != rank}
         self._incarnations[rank] += 1
         if not self.over:
@@ -265,6 +274,12 @@ class Fleet:
             self._expected[rank] = time.monotonic()
         then = "" if self.over else ": a new one takes its place"
         self._notes.append(f"step {self.steps:,}: learner {rank} {what}{then}")
+
+    def _make_room(self) -> None:
+        """A learner that waits for room shall not get that of a server that ended: it is asked for again, later."""
+        live = self._meeting.at_hub(lambda hub: set(hub.live))
+        for rank in {*self._expected, *self._absent} - live:
+            self._ray.kill(self._learners[rank])
 
     def _living(self, ask: Callable[[Any], Any]) -> dict[int, Any]:
         """The answers of those learners that give one at once."""
@@ -324,7 +339,7 @@ class Fleet:
         every = list(self._values.values())
         names = {name for values in every for name in values}
         values = {n: float(np.mean([v[n] for v in every if n in v])) for n in sorted(names)}
-        values["rollout/episodes"] = sum(v.get("rollout/episodes", 0.0) for v in every)
+        values["rollout/episodes"] = self._episodes + sum(v.get("rollout/episodes", 0.0) for v in every)
         for rank, clock in sorted(self._clocks.items()):
             then, self._then[rank] = self._then.get(rank), clock
             if then is not None and clock["wall"] > then["wall"]:
@@ -357,18 +372,18 @@ class Fleet:
             return
         self._final, step = self.over, max(self.steps, self._saved + 1)
         self._saved = step
-        self._meeting.at_hub(lambda hub: hub.save(step, final=self.over))
-        present = self._meeting.at_hub(lambda hub: set(hub.live))
-        while present & set(self._meeting.at_hub(lambda hub: hub.missing(step))) & set(self._running.values()):
+        asked = self._meeting.at_hub(lambda hub: hub.save(step, final=self.over))
+        while self._meeting.at_hub(lambda hub: hub.parts(step, asked))[1]:
             self._unread = added(self._unread, self._news(PATIENCE))
             self._look_after()
             if self.over and not self._final:  # meanwhile they came to their end
                 self._final = True
                 self._meeting.at_hub(lambda hub: hub.save(step, final=True))
+        parts, _ = self._meeting.at_hub(lambda hub: hub.parts(step, asked))
         states = [] if self.servers is None else self.servers.states()
         with self.lend():
             model = self._net.state_dict()
-            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state()), "incarnations": self._incarnations, "updates": self._updates}  # fmt: skip
+            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state()), "incarnations": self._incarnations, "updates": self._updates, "parts": parts}  # fmt: skip
             checkpoints.save_state(
                 step, {"spec": asdict(self.envs.spec), "learner": {"model": model}, "cluster": about, **more}
             )
@@ -382,7 +397,7 @@ class Fleet:
         self._saved, self._incarnations, self._updates = step, about["incarnations"], about["updates"]
         if self.servers is not None:
             self.servers.load(about["servers"])
-        present = [r for r in range(self.config.learners) if (part_of(self._theirs, r) / "checkpoints" / folder.name).exists()]  # fmt: skip
+        present = [r for r in about["parts"] if (part_of(self._theirs, r) / "checkpoints" / folder.name).exists()]  # fmt: skip
         self._meeting.at_hub(lambda hub: hub.load_state(about["hub"], present))
         self.team.lr_scale = about["hub"]["lr_scale"]
         self.steps = about["hub"]["total"]

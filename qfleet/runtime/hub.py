@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,7 +74,7 @@ class Hub:
         self._told: list[Report] = []
         self._changed, self._news = asyncio.Event(), asyncio.Event()
         self._met = -1  # the last round that all have reported
-        self._parts: dict[int, int] = {}  # step of the checkpoint each learner has saved
+        self._saved: dict[int, int] = {}  # step of the checkpoint each learner has saved
         self._complete = 0  # checkpoint that is saved by all
         self.ended: set[int] = set()  # live learners that have come to their end
         self._final = False  # the final checkpoint is wanted
@@ -109,8 +109,8 @@ class Hub:
 
         return {f.__name__: f for f in (join, beat, report, last, saved, where)}
 
-    async def join(self, rank: int, incarnation: int, identity: list[str]) -> int:
-        """-> the round to begin with."""
+    async def join(self, rank: int, incarnation: int, identity: list[str]) -> tuple[int, int]:
+        """-> the round to begin with, and the checkpoint that it comes too late for."""
         for mine, its, what in zip(self._identity, identity, ("qfleet", "config"), strict=True):
             if mine != its:
                 hint = "Install the same version everywhere." if what == "qfleet" else "Start it with this run's."
@@ -118,7 +118,8 @@ class Hub:
         if rank in self.live:
             self.leave(rank)
         self.live[rank], self._beats[rank] = incarnation, time.monotonic()
-        return self._met + 1
+        self._saved.pop(rank, None)
+        return self._met + 1, self._wanted.save
 
     async def report(self, report: Report) -> Orders:
         if self.live.get(report.rank) != report.incarnation:
@@ -146,7 +147,7 @@ class Hub:
 
     async def saved(self, rank: int, step: int) -> None:
         """Its part of a checkpoint is on disk; returns when all of it is."""
-        self._parts[rank] = step
+        self._saved[rank] = step
         self._news.set()
         while self._complete < step:
             await self._changed.wait()
@@ -214,16 +215,18 @@ class Hub:
         if not self._together:
             self._orders = self._orders._replace(**wanted)
 
-    def save(self, step: int, final: bool) -> None:
-        """All learners shall save their part of a checkpoint: soon, or at their end."""
+    def save(self, step: int, final: bool) -> dict[int, int]:
+        """All learners shall save their part of a checkpoint: soon, or at their end -> these learners."""
         self.order(save=step)
         if final:
             self._final, self._orders = True, self._orders._replace(save=step)
             self._wake()
+        return dict(self.live)
 
-    def missing(self, step: int) -> list[int]:
-        """Live learners whose part of that checkpoint is not there yet."""
-        return [rank for rank in self.live if self._parts.get(rank, 0) < step]
+    def parts(self, step: int, of: Mapping[int, int]) -> tuple[list[int], list[int]]:
+        """Of those that are still there: who has saved its part of that checkpoint, and who has not."""
+        there = [rank for rank, incarnation in of.items() if self.live.get(rank) == incarnation]
+        return [r for r in there if self._saved.get(r, 0) >= step], [r for r in there if self._saved.get(r, 0) < step]
 
     def complete(self, step: int) -> None:
         self._complete = step

@@ -63,6 +63,7 @@ class Member(Alone):
         self._round, self._total = 0, 0
         self.stuck: Callable[[], bool] = lambda: False  # its environments do not answer
         self.save_as, self.saved_as = 0, 0  # steps of the checkpoint to take part in, and of the last one it did
+        self.entered = False  # it has taken part in updates
         if not place.late:
             self.join()
 
@@ -74,7 +75,7 @@ class Member(Alone):
     def join(self) -> None:
         """From now on the others wait for it, in modes in which they do; and it must give signs of life."""
         me = [self.rank, self._incarnation]
-        self._round, _ = self._hub("join", [*me, identity(self._config)]).receive()
+        (self._round, self.saved_as), _ = self._hub("join", [*me, identity(self._config)]).receive()
         seconds = self._config.sync.heartbeat / 4
 
         def beat() -> None:
@@ -104,6 +105,7 @@ class Member(Alone):
             if self._late and own * self.size < self._config.first_update:
                 return False
             self.client.attach(learner)
+            self.entered = True
         return True
 
     def tell(self, learned: Learned | None, values: dict[str, float], clock: dict[str, float]) -> None:

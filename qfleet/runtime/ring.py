@@ -58,7 +58,7 @@ class Ring(Member):
         return -1 if self._learner is None else self._learner.updates
 
     def attach(self, learner: Learner) -> None:
-        self._learner = learner
+        self._learner, self.entered = learner, not self._late
         learner.sync = self._agree
         if weights := self._config.sync.weights:
             learner.batch_size = Balance(learner.batch_size, weights).share(self.rank, range(self.size))
@@ -103,6 +103,7 @@ class Ring(Member):
             new = self._group is None
             if self._group is None:
                 self._group = Group(self._config, self._learner)
+            self.entered = True
             if self._loaded:
                 self._group.load_state(self._loaded)
                 self._loaded, new = {}, False

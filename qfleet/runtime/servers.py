@@ -28,7 +28,7 @@ SPREAD = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
 class Servers:
     """`freshest`: the newest parameters that a learner has, if they are newer than these. `members`: learners that take part in updates, and
-    their incarnations."""
+    their incarnations. `make_room` for a new server, if the cluster is full."""
 
     kind: type[ServerActor] = ServerActor
 
@@ -41,19 +41,22 @@ class Servers:
         meeting: Meeting,
         freshest: Callable[[Copy], Copy],
         members: Callable[[], Mapping[int, int]],
+        make_room: Callable[[], None],
     ) -> None:
         self._ray, self._config, self._token, self._meeting = ray, config, token, meeting
-        self._freshest, self._members = freshest, members
+        self._freshest, self._members, self._make_room = freshest, members, make_room
         self._ranges = ranges(len(initial), config.sync.servers)
         self._make = ray.remote(**SPREAD)(self.kind).remote
         self.actors = [self._make(config, i, initial[r], token) for i, r in enumerate(self._ranges)]
         self._serving = [server.serve.remote() for server in self.actors]  # what ends with a server
         self._snapshots: list[State] = [{} for _ in self.actors]
+        self._blank: set[int] = set()  # servers that were made anew and have nothing yet
         self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
         self._asked_at = time.monotonic()
         self.notes: list[str] = []  # what the user should know
         self._connect()
         self.client = Client(config, -1, 0, len(initial), self._find, token, config.sync.heartbeat)
+        self.client.newest()
 
     def _connect(self) -> None:
         """They listen; the first one knows the others; the hub knows all."""
@@ -96,7 +99,7 @@ class Servers:
             try:
                 lost = self._repair()
                 break
-            except self._ray.exceptions.RayActorError:  # another one, meanwhile
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):  # another one, meanwhile
                 continue
         else:
             raise TeamError(
@@ -110,23 +113,29 @@ class Servers:
         for i, ref in enumerate([server.pause.remote() for server in self.actors]):
             with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 paused[i] = ray.get(ref, timeout=self._config.sync.heartbeat)
+        paused = {i: found for i, found in paused.items() if i not in self._blank}
         dead = [i for i in range(len(self.actors)) if i not in paused]
+        for i in dead:
+            ray.kill(self.actors[i])
+        copy, members = (self._freshest(self.client.copy()), self._members()) if dead else (self.client.copy(), {})
+        position, log = max(paused.values(), key=lambda p: p[0].version, default=(copy.position, []))
         if dead:
-            for i in dead:  # new processes take a second or two: meanwhile the rest is found out
-                ray.kill(self.actors[i])
-            copy, members = self._freshest(self.client.copy()), self._members()
-            position, log = max(paused.values(), key=lambda p: p[0].version, default=(copy.position, []))
-            for i in dead:
-                self.actors[i] = self._make(self._config, i, copy.part(self._ranges[i]).params, self._token)
-            for i in paused:
-                ray.get(self.actors[i].catch_up.remote(log))
-            for i in dead:
-                state = self._snapshots[i]
-                ray.get(self.actors[i].restore.remote(state, copy.part(self._ranges[i]), position, members))
-                lost.append(
-                    f"server {i} ended and was restarted: its parameters are those of version {copy.position.version:,} of {position.version:,}, "
-                    f"the optimiser's state is of version {state.get('version', 0):,}"
-                )
+            self._make_room()
+        for i in dead:
+            self.actors[i] = self._make(self._config, i, copy.part(self._ranges[i]).params, self._token)
+            self._blank.add(i)
+        for i in paused:  # what the first one was about to tell them is lost with its connections
+            ray.get(self.actors[i].catch_up.remote(log), timeout=self._config.sync.heartbeat)
+        for i in dead:
+            state = self._snapshots[i]
+            ray.get(self.actors[i].restore.remote(state, copy.part(self._ranges[i]), position, members))
+            self._blank.discard(i)
+            newest = max(copy.position.version, state.get("version", 0))
+            lost.append(
+                f"server {i} ended and was restarted: its parameters are those of version {newest:,} of {position.version:,}, "
+                f"the optimiser's state is of version {state.get('version', 0):,}"
+            )
+        if dead:
             self._serving = [server.serve.remote() for server in self.actors]
             self._asked = {}
         self._connect()
@@ -135,12 +144,14 @@ class Servers:
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
     def states(self) -> list[State]:
+        patience = self._config.sync.heartbeat
         while True:
             try:
-                states: list[State] = self._ray.get([server.state.remote() for server in self.actors])
+                states: list[State] = self._ray.get([server.state.remote() for server in self.actors], timeout=patience)
                 return states
-            except self._ray.exceptions.RayActorError:
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
                 self.repair()
+                patience *= 2  # they may be slow, not hung
 
     def load(self, states: Sequence[State]) -> None:
         self._ray.get([server.load.remote(state) for server, state in zip(self.actors, states, strict=True)])

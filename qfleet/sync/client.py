@@ -25,7 +25,7 @@ from qfleet.learner import Learner, clip
 from qfleet.sync import codecs
 from qfleet.sync.balance import Work
 from qfleet.sync.local import Local
-from qfleet.sync.policies import Push
+from qfleet.sync.policies import UNKNOWN, Push
 from qfleet.sync.server import Reply
 from qfleet.sync.shard import Copy, Position, ranges
 from qfleet.sync.traffic import Traffic
@@ -184,15 +184,23 @@ class Client:
         return Reply.unpacked(self._servers[0](method, args, arrays).receive())
 
     def _push(self, vector: Tensor, samples: float, lr: float) -> None:
-        push = Push(self._worker, self.incarnation, self._sequence, self.version, samples, lr)
-        self._sequence += 1
         messages = [codec.encode(vector[r]) for codec, r in zip(self._codecs, self._ranges, strict=True)]
         began = time.perf_counter()
         worked = self._work.tell()
-        reply = self._try(lambda: self._exchange(push, messages, worked))
+        base = self.version
+        reply = self._offer(messages, samples, lr, worked)
+        if reply.why_not == UNKNOWN and self.joined:  # by a server that was restored, and had not heard of this worker
+            self._join()
+            if self.version == base:  # others have not gone on without it
+                reply = self._offer(messages, samples, lr, worked)
         self._batch = reply.batch
         self.traffic.pushed(worked[0], self._pushed, vector.nbytes, reply.staleness, bool(reply.why_not))
         self.traffic.seconds += time.perf_counter() - began
+
+    def _offer(self, messages: Sequence[Array], samples: float, lr: float, worked: tuple[int, float]) -> Reply:
+        push = Push(self._worker, self.incarnation, self._sequence, self.version, samples, lr)
+        self._sequence += 1
+        return self._try(lambda: self._exchange(push, messages, worked))
 
     def _exchange(self, push: Push, messages: Sequence[Array], worked: tuple[int, float]) -> Reply:
         before = sum(server.sent for server in self._servers)

@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 from qfleet.config import SyncConfig
 
+UNKNOWN = "the worker has left: it must join again"
 Key = tuple[int, int, int]  # worker, incarnation, sequence
 SSP_BOUND = 4  # clocks, where sync.staleness does not say
 
@@ -140,7 +141,7 @@ class _Base:
         if push.incarnation == incarnation and push.sequence <= sequence:
             return Outcome([], staleness=staleness, seen_before=True)
         if push.worker not in self.clocks:
-            return Outcome([], "the worker has left: it must join again", staleness)
+            return Outcome([], UNKNOWN, staleness)
         self._seen[push.worker] = (push.incarnation, push.sequence)
         self.clocks[push.worker] += 1
         why_not = self._refuse(push, staleness)

@@ -95,6 +95,9 @@ class Shard:
     def position(self) -> Position:
         return Position(self.version, self.target_version, self.progress, dict(self.applied))
 
+    def copy(self) -> Copy:
+        return Copy(self.position, self.params.numpy().copy(), self.target.numpy().copy())
+
     def move(self, copy: Copy, position: Position) -> None:
         """Begin with a copy, as if it were of that position. A target that should have been frozen in between is, now."""
         self.params.copy_(torch.tensor(copy.params))

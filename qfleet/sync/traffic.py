@@ -14,7 +14,7 @@ class Traffic:
 
     def pushed(self, samples: int, size: int, plain: int, staleness: int = 0, rejected: bool = False) -> None:
         """A vector that was sent. `size`: bytes of the message, `plain`: of the vector as it was."""
-        bucket = max(i for i, low in enumerate(BUCKETS) if staleness >= low)
+        bucket = max((i for i, low in enumerate(BUCKETS) if staleness >= low), default=0)
         for name, value in zip(COUNTS, (1, rejected, samples, size, plain, staleness), strict=False):
             self._counts[name] += value
         self._counts[STALE[bucket]] += 1

@@ -30,6 +30,7 @@ from qfleet.types import Array
 
 HEADER = struct.Struct("<IQ")
 BUFFER = 4 << 20  # of a socket
+CONNECT = 25.0  # seconds for a machine to take a connection
 T = TypeVar("T")
 Address = tuple[str, int]
 Answer = tuple[Any, Sequence[Array]]  # what can be written as JSON, and arrays
@@ -56,7 +57,8 @@ def _unpack(header: dict[str, Any], payload: Array) -> list[Array]:
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanishes is found, too
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+    # The last one: also while something that was sent is not acknowledged.
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     for which in (socket.SO_RCVBUF, socket.SO_SNDBUF):
@@ -72,9 +74,10 @@ class Connection:
     def __init__(self, address: Address, token: str, timeout: float | None = None) -> None:
         self.sent = 0  # bytes
         try:
-            self._sock = socket.create_connection(address, timeout=timeout)
+            self._sock = socket.create_connection(address, timeout=timeout or CONNECT)
         except OSError as e:
             raise Gone(f"no server answers at {address[0]}:{address[1]} ({e.strerror or e})") from None
+        self._sock.settimeout(timeout)
         _tune(self._sock)
         try:
             self("hello", [token]).receive()
@@ -134,37 +137,44 @@ class Listener:
         self._sock = socket.create_server((host, 0), backlog=128)
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
-        self._tasks = {asyncio.create_task(self._accept())}
+        self._tasks: set[asyncio.Task[None]] = set()
+        asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            peer, _ = await loop.sock_accept(self._sock)
-            peer.setblocking(False)
-            _tune(peer)
-            task = asyncio.create_task(self._serve(peer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _accept(self) -> None:
+        """No coroutine: one that is cancelled loses what it has just accepted, and the other side would wait for ever."""
+        try:
+            peer, _ = self._sock.accept()
+        except OSError:  # it has gone already
+            return
+        peer.setblocking(False)
+        task = asyncio.create_task(self._serve(peer))
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            peer.close()  # also if it never began
+
+        task.add_done_callback(ended)
 
     async def _serve(self, peer: socket.socket) -> None:
         loop, known = asyncio.get_running_loop(), False
-        with peer:
-            try:
-                while True:
-                    size, payload_size = HEADER.unpack((await _read(loop, peer, HEADER.size)).data)
-                    if not known and payload_size + size > 4096:
-                        return
-                    header = json.loads((await _read(loop, peer, size)).tobytes())
-                    payload = await _read(loop, peer, payload_size)
-                    method, args = header["method"], header["args"]
-                    if method == "hello":
-                        known = args == [self._token]
-                    if not known:
-                        await loop.sock_sendall(peer, _pack({"error": "this server belongs to another run"}, []))
-                        return
-                    await self._answer(loop, peer, method, args, _unpack(header, payload))
-            except (EOFError, ConnectionError):
-                return
+        try:
+            _tune(peer)
+            while True:
+                size, payload_size = HEADER.unpack((await _read(loop, peer, HEADER.size)).data)
+                if not known and payload_size + size > 4096:
+                    return
+                header = json.loads((await _read(loop, peer, size)).tobytes())
+                payload = await _read(loop, peer, payload_size)
+                method, args = header["method"], header["args"]
+                if method == "hello":
+                    known = args == [self._token]
+                if not known:
+                    await loop.sock_sendall(peer, _pack({"error": "this server belongs to another run"}, []))
+                    return
+                await self._answer(loop, peer, method, args, _unpack(header, payload))
+        except (EOFError, OSError):
+            return
 
     async def _answer(
         self, loop: asyncio.AbstractEventLoop, peer: socket.socket, method: str, args: list[Any], arrays: list[Array]
@@ -179,19 +189,22 @@ class Listener:
             await loop.sock_sendall(peer, memoryview(array.data).cast("B"))
 
     async def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._sock.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._sock.close()
 
 
 class Peer:
-    """A server's calls of another one, in order, whose answers nobody waits for."""
+    """A server's calls of another one, in order, whose answers nobody waits for. `lost` is called when it does not answer, or refuses."""
 
-    def __init__(self, address: Address, token: str) -> None:
+    def __init__(self, address: Address, token: str, lost: Callable[[], object]) -> None:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._queue.put_nowait(_pack({"method": "hello", "args": [token]}, []))
         self.task = asyncio.create_task(self._send(address))
+        self.task.add_done_callback(lambda task: task.cancelled() or (task.exception(), lost()))
 
     def __call__(self, method: str, args: Sequence[Any]) -> None:
         self._queue.put_nowait(_pack({"method": method, "args": list(args)}, []))

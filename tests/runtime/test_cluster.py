@@ -15,6 +15,8 @@ from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint
 from qfleet.runtime.cluster import Fleet, check
 from qfleet.runtime.hub import Hub, identity
+from qfleet.runtime.servers import Servers
+from qfleet.runtime.team import TeamError
 from qfleet.runtime.train import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -212,6 +214,148 @@ def test_a_server_that_hangs_is_restarted(ray: None, tmp_path: Path, monkeypatch
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 4000
 
 
+def test_a_server_that_dies_before_the_learners_are_made(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Fleet._run
+
+    def killed(self: Fleet) -> None:
+        os.kill(self._ray.get(self.servers.actors[0].pid.remote()), signal.SIGKILL)
+        run(self)
+
+    monkeypatch.setattr(Fleet, "_run", killed)
+    assert trained(tmp_path / "run", "sync", sync__servers=2).stop_reason == "total_steps"
+
+
+def test_a_server_that_hangs_during_a_checkpoint(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, hung = Servers.states, list[int]()
+
+    def stopped(self: Servers) -> Any:
+        if not hung:
+            hung.append(self._ray.get(self.actors[1].pid.remote()))
+            os.kill(hung[0], signal.SIGSTOP)
+        return states(self)
+
+    monkeypatch.setattr(Servers, "states", stopped)
+    run = trained(tmp_path / "run", "sync", sync__servers=2, sync__heartbeat=2.0, runtime__checkpoint_every=1000)
+    assert hung and run.stop_reason == "total_steps"
+
+
+def test_a_second_server_dies_while_the_first_is_repaired(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, members, killed = disturbed(monkeypatch, [("server", 1, signal.SIGKILL)]), Fleet._members, list[int]()
+
+    def kill(self: Fleet) -> Any:
+        if not killed:
+            killed.append(self._ray.get(self.servers.actors[0].pid.remote()))
+            os.kill(killed[0], signal.SIGKILL)
+        return members(self)
+
+    monkeypatch.setattr(Fleet, "_members", kill)
+    run = trained(tmp_path / "run", "sync", sync__servers=2, total_steps=6000)
+    assert killed and run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+    assert {word for text in told for word in ("server 0", "server 1") if word in text} == {"server 0", "server 1"}
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    first, other = state["cluster"]["servers"]
+    assert first["version"] == other["version"] > 500  # nobody began from nothing
+
+
+def test_a_repair_of_servers_that_are_well_loses_nothing(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a connection that broke: what the first server was about to tell the other one is lost with it."""
+    news, repairs = Fleet._news, list(range(20))
+
+    def repaired(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and repairs:
+            repairs.pop()
+            self.servers.repair()
+        return learned
+
+    monkeypatch.setattr(Fleet, "_news", repaired)
+    run = trained(tmp_path / "run", "async", sync__servers=2, total_steps=6000)
+    assert not repairs and run.stop_reason == "total_steps"
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    first, other = state["cluster"]["servers"]
+    assert (first["version"], first["applied"]) == (other["version"], other["applied"])
+
+
+@pytest.mark.parametrize("mode", ["sync", "diloco"])
+def test_a_new_learner_that_has_not_learned_yet_has_no_part(
+    ray: None, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends before it has steps enough to learn from; the resumed run begins with another one in its place."""
+    with monkeypatch.context() as m:
+        told = disturbed(m, [("learner", 1, signal.SIGKILL)], at=6000)
+        part = trained(tmp_path / "run", mode, 8000, replay__min_steps=6000, sync__local_steps=4)
+    assert "learner 1" in told[0]
+    state, _ = checkpoint.read((part.dir / "checkpoints/last").resolve())
+    assert state["cluster"]["parts"] in ([0], [0, 1])
+    assert not (part.dir / "learners/1/checkpoints" / (part.dir / "checkpoints/last").resolve().name).exists()
+    more = qfleet.train(resume=part.dir, total_steps=12_000, progress=False)
+    assert more.stop_reason == "total_steps" and 12_000 <= more.metrics[-1]["step"] < 13_000
+
+
+def test_a_learner_lost_during_a_checkpoint(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its successor is there before the others have saved their parts: nobody waits for a part of it."""
+    save, news, stopped = Fleet.save, Fleet._news, list[int]()
+
+    def disturbed_save(self: Fleet, *args: Any, **kwargs: Any) -> None:
+        if not stopped:
+            stopped.append(self._ray.get(self._learners[0].pid.remote()))
+            os.kill(self._ray.get(self._learners[1].pid.remote()), signal.SIGKILL)
+            os.kill(stopped[0], signal.SIGSTOP)
+        save(self, *args, **kwargs)
+
+    def continued(self: Fleet, seconds: float) -> Any:
+        if stopped and self._meeting.at_hub(lambda hub: hub.live.get(1)) == 1:
+            os.kill(stopped[0], signal.SIGCONT)
+        return news(self, seconds)
+
+    monkeypatch.setattr(Fleet, "save", disturbed_save)
+    monkeypatch.setattr(Fleet, "_news", continued)
+    run = trained(tmp_path / "run", "sync", 6000, runtime__checkpoint_every=2000, sync__heartbeat=60.0)
+    assert stopped and run.stop_reason == "total_steps"
+
+
+def test_a_learner_that_cannot_be_made_again_ends_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = Fleet._new_learner
+
+    def elsewhere(self: Fleet, rank: int, late: bool = False, resume: int = 0) -> None:
+        if late:  # on a machine that does not share the file system
+            self._theirs = override(self._theirs, {"run_dir": str(tmp_path / "nowhere")})
+        new(self, rank, late, resume)
+
+    monkeypatch.setattr(Fleet, "_new_learner", elsewhere)
+    disturbed(monkeypatch, [("learner", 1, signal.SIGKILL)])
+    with pytest.raises(TeamError, match=r"learner 1 could not be made: .*does not see the run directory"):
+        trained(tmp_path / "run", "sync", 10**6)
+
+
+def test_who_joins_takes_no_part_in_checkpoints_that_were_asked_for_before() -> None:
+    async def check() -> None:
+        config = Config()
+        hub = Hub(config)
+        await hub.join(0, 0, identity(config))
+        await hub.join(1, 0, identity(config))
+        asked = hub.save(500, final=False)
+        assert asked == {0: 0, 1: 0} and hub.parts(500, asked) == ([], [0, 1])
+        hub.leave(1)
+        assert await hub.join(1, 1, identity(config)) == (0, 500)
+        assert hub.parts(500, asked) == ([], [0])
+        saving = asyncio.create_task(hub.saved(0, 500))
+        await asyncio.sleep(0)
+        assert hub.parts(500, asked) == ([0], [])
+        hub.complete(500)
+        await saving
+
+    asyncio.run(check())
+
+
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be divided among 3 learners"):
         trained(tmp_path / "run", "sync", learners=3)
@@ -247,11 +391,11 @@ def test_a_cluster_that_is_not_there_or_too_small(ray: None, tmp_path: Path) -> 
 def test_a_learner_of_another_version_cannot_join() -> None:
     config = Config()
 
-    async def join(identity: list[str]) -> int:
+    async def join(identity: list[str]) -> tuple[int, int]:
         return await Hub(config).join(0, 0, identity)
 
     version, digest = identity(config)
-    assert asyncio.run(join([version, digest])) == 0
+    assert asyncio.run(join([version, digest])) == (0, 0)
     with pytest.raises(
         ValueError, match=f"learner 0 has qfleet 0.0.1, this run {version}: .* Install the same version"
     ):

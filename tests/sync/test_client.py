@@ -62,7 +62,7 @@ class Running:
         parts = [initial[r].numpy() for r in ranges(len(initial), self.config.sync.servers)]
         others = [Server(self.config, part) for part in parts[1:]]
         self.listeners = [Listener(other.handlers(), "token", "127.0.0.1") for other in others]
-        self.peers = [Peer(("127.0.0.1", listener.port), "token") for listener in self.listeners]
+        self.peers = [Peer(("127.0.0.1", listener.port), "token", lambda: None) for listener in self.listeners]
 
         def forward(commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
             for peer in self.peers:
