@@ -86,7 +86,7 @@ def main() -> None:
     ours = Connection(("127.0.0.1", port.get()), "token")
     array = np.random.default_rng(0).standard_normal(SIZE, np.float32)
     small = array[:17_000]
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
 
     class Actor:
         def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """Workers in threads and servers in an event loop: pushes, waits and pulls as on a cluster, without one."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +13,11 @@ import torch
 from fleet import BATCH, SIZE, Problem, config_of, sync_of
 
 from qfleet.config import Config
+from qfleet.runtime.actors import ServerActor
 from qfleet.sync.client import Client
 from qfleet.sync.policies import Commit, Key
 from qfleet.sync.server import Server
-from qfleet.sync.shard import ranges
+from qfleet.sync.shard import Copy, Position, ranges
 from qfleet.sync.wire import Connection, Listener, Peer, WireError
 
 CLOCKS = 100
@@ -230,6 +232,54 @@ def test_a_worker_that_leaves_does_not_hold_up_the_others(running: Callable[...,
     again = Pupil(on.config, SIZE)
     back.attach(again)  # type: ignore[arg-type]
     assert torch.equal(again.parameters, on.params) and back.version == 1
+
+
+def test_a_worker_that_the_server_has_forgotten_joins_again(running: Callable[..., Running]) -> None:
+    """As after a restart at which it did not answer: nobody waits for ever, and all end with the same parameters."""
+    on = running("sync", 2)
+    problem, pupils, clients = Problem(torch.float32), [Pupil(on.config, SIZE) for _ in range(3)], [on.client(w) for w in range(3)]  # fmt: skip
+    for client, pupil in zip(clients, pupils, strict=True):
+        client.attach(pupil)  # type: ignore[arg-type]
+    on.call(on.servers[0].leave(1)).result()
+
+    def run(worker: int) -> None:
+        for clock in range(CLOCKS):
+            pupils[worker].sync(problem.worker_grad(pupils[worker].parameters, worker, clock, BATCH), BATCH)
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(run, worker) for worker in range(3)]:
+            future.result()
+    assert on.servers[0].policy.clocks.keys() == {0, 1, 2} and on.servers[0].shard.version == CLOCKS
+    assert all(torch.equal(pupil.parameters, on.params) and pupil.updates == CLOCKS for pupil in pupils)
+    assert clients[1].traffic.counts()["sync/rejected"] <= 1
+
+
+def test_who_connects_while_a_server_closes_is_told() -> None:
+    async def closing() -> socket.socket:
+        listener = Listener({}, "token", "127.0.0.1")
+        sock = socket.create_connection(("127.0.0.1", listener.port), timeout=10)  # the kernel takes it
+        listener._accept()
+        await listener.close()
+        await listener.close()
+        return sock
+
+    with asyncio.run(closing()) as sock:
+        assert sock.recv(1) == b""
+
+
+def test_a_server_is_restored_from_whatever_is_newest() -> None:
+    config, initial = config_of(), Problem(torch.float32).initial.numpy()
+    copy = Copy(Position(3, 0, 3.0, {}), initial + 1, initial + 1)
+
+    async def restored(version: int) -> torch.Tensor:
+        actor = ServerActor(config, 0, initial, "token")
+        snapshot = {**await actor.state(), "version": version, "params": torch.from_numpy(initial + 2)}
+        await actor.restore(snapshot, copy, Position(5, 0, 5.0, {0: (0, 4)}), {0: 0})
+        assert actor._server.shard.position == Position(5, 0, 5.0, {0: (0, 4)})
+        return actor._server.shard.params
+
+    torch.testing.assert_close(asyncio.run(restored(2)), torch.from_numpy(initial + 1))
+    torch.testing.assert_close(asyncio.run(restored(4)), torch.from_numpy(initial + 2))
 
 
 def test_compressed_pushes_are_counted(running: Callable[..., Running]) -> None:
