@@ -187,7 +187,7 @@ def test_an_evaluation_beside_training_that_hangs_is_found() -> None:
     hang = threading.Event()
 
     class Hanging:
-        num_envs = 2
+        num_envs, frame_skip = 2, 1
         spec = Spec(obs_shape=(3,), obs_dtype="float32", num_actions=2)
 
         def reset(self, seed: int) -> Any:

@@ -1,0 +1,208 @@
+"""Learners and servers that die or hang, on a real Ray."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onray import Hit, disturbed, trained
+
+import qfleet
+from qfleet.config import override
+from qfleet.runtime import checkpoint
+from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.servers import Servers
+from qfleet.runtime.team import TeamError
+
+
+@pytest.mark.parametrize(("mode", "number"), [("sync", signal.SIGKILL), ("async", signal.SIGSTOP)])
+def test_a_learner_that_dies_or_hangs_is_replaced(
+    ray: None, mode: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = disturbed(monkeypatch, [("learner", 1, number)])
+    run = trained(tmp_path / "run", mode, sync__heartbeat=2.0, total_steps=20_000)
+    assert len(told) == 1 and "learner 1" in told[0] and "takes its place" in told[0]
+    assert ("no sign of life" in told[0]) == (number == signal.SIGSTOP)
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 20_000
+    assert run.evaluation is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"), [("sync", signal.SIGKILL), ("diloco", signal.SIGSTOP), ("admm", signal.SIGKILL)]
+)
+def test_all_reduce_goes_on_with_the_survivors(
+    ray: None, mode: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = disturbed(monkeypatch, [("learner", 1, number)])
+    settings = {"sync__transport": "allreduce", "sync__heartbeat": 2.0, "sync__local_steps": 4, "env__num_envs": 6}
+    run = trained(tmp_path / "run", mode, **settings, learners=3, total_steps=12_000)
+    assert len(told) == 1 and "learner 1" in told[0] and "takes its place" in told[0]
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 12_000
+    # No update is missing, and all have the same centre, or parameters.
+    folder = (run.dir / "checkpoints/last").resolve().name
+    parts = [
+        checkpoint.read(run.dir / f"learners/{rank}/checkpoints/{folder}")[0]["learner"]
+        for rank in range(3)
+        if (run.dir / f"learners/{rank}/checkpoints/{folder}").exists()
+    ]
+    parts = [part for part in parts if part["updates"]]  # the new one may not have come to its first update
+    assert len(parts) >= 2 and parts[0]["updates"] == pytest.approx((12_000 - 200) * 8 / (16 * 3), rel=0.02)
+    kind = "model" if mode == "sync" else "target"
+    for part in parts[1:]:
+        assert part["updates"] == parts[0]["updates"]
+        assert all((part[kind][name] == value).all() for name, value in parts[0][kind].items())
+
+
+@pytest.mark.parametrize(
+    ("mode", "servers", "hits"),
+    [
+        ("sync", 1, ["server 0"]),
+        ("sync", 2, ["server 1"]),
+        ("diloco", 2, ["server 0", "server 1"]),
+        ("ssp", 2, ["server 1", "learner 0"]),
+    ],
+)
+def test_a_server_that_dies_is_restarted(
+    ray: None, mode: str, servers: int, hits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victims: list[Hit] = [(hit.split()[0], int(hit.split()[1]), signal.SIGKILL) for hit in hits]
+    told = disturbed(monkeypatch, victims)
+    run = trained(tmp_path / "run", mode, sync__servers=servers, total_steps=6000)
+    assert len(told) == len(hits)
+    for hit in hits:
+        text = next(text for text in told if hit in text)
+        assert ("was restarted: its parameters are those of version" in text) == hit.startswith("server")
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+    # The servers agree on the version, and on what is in it.
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    first, *others = state["cluster"]["servers"]
+    assert all((s["version"], s["applied"]) == (first["version"], first["applied"]) for s in others)
+
+
+def test_a_server_that_hangs_is_restarted(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = disturbed(monkeypatch, [("server", 0, signal.SIGSTOP)])
+    run = trained(tmp_path / "run", "sync", sync__servers=2, sync__heartbeat=2.0, total_steps=4000)
+    assert len(told) == 1 and "server 0 ended and was restarted" in told[0]
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 4000
+
+
+def test_a_server_that_dies_before_the_learners_are_made(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Fleet._run
+
+    def killed(self: Fleet) -> None:
+        os.kill(self._ray.get(self.servers.actors[0].pid.remote()), signal.SIGKILL)
+        run(self)
+
+    monkeypatch.setattr(Fleet, "_run", killed)
+    assert trained(tmp_path / "run", "sync", sync__servers=2).stop_reason == "total_steps"
+
+
+def test_a_server_that_hangs_during_a_checkpoint(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, hung = Servers.states, list[int]()
+
+    def stopped(self: Servers) -> Any:
+        if not hung:
+            hung.append(self._ray.get(self.actors[1].pid.remote()))
+            os.kill(hung[0], signal.SIGSTOP)
+        return states(self)
+
+    monkeypatch.setattr(Servers, "states", stopped)
+    run = trained(tmp_path / "run", "sync", sync__servers=2, sync__heartbeat=2.0, runtime__checkpoint_every=1000)
+    assert hung and run.stop_reason == "total_steps"
+
+
+def test_a_second_server_dies_while_the_first_is_repaired(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, members, killed = disturbed(monkeypatch, [("server", 1, signal.SIGKILL)]), Fleet._members, list[int]()
+
+    def kill(self: Fleet) -> Any:
+        if not killed:
+            killed.append(self._ray.get(self.servers.actors[0].pid.remote()))
+            os.kill(killed[0], signal.SIGKILL)
+        return members(self)
+
+    monkeypatch.setattr(Fleet, "_members", kill)
+    run = trained(tmp_path / "run", "sync", sync__servers=2, total_steps=6000)
+    assert killed and run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+    assert {word for text in told for word in ("server 0", "server 1") if word in text} == {"server 0", "server 1"}
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    first, other = state["cluster"]["servers"]
+    assert first["version"] == other["version"] > 500  # nobody began from nothing
+
+
+def test_a_repair_of_servers_that_are_well_loses_nothing(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a connection that broke: what the first server was about to tell the other one is lost with it."""
+    news, repairs = Fleet._news, list(range(20))
+
+    def repaired(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and repairs:
+            repairs.pop()
+            self.servers.repair()
+        return learned
+
+    monkeypatch.setattr(Fleet, "_news", repaired)
+    run = trained(tmp_path / "run", "async", sync__servers=2, total_steps=6000)
+    assert not repairs and run.stop_reason == "total_steps"
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    first, other = state["cluster"]["servers"]
+    assert (first["version"], first["applied"]) == (other["version"], other["applied"])
+
+
+def test_a_new_learner_that_has_not_learned_yet_has_no_part(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends before it has steps enough to learn from; the resumed run begins with another one in its place."""
+    with monkeypatch.context() as m:
+        told = disturbed(m, [("learner", 1, signal.SIGKILL)], at=6000)
+        part = trained(tmp_path / "run", "diloco", 8000, replay__min_steps=6000, sync__local_steps=4)
+    assert "learner 1" in told[0]
+    state, _ = checkpoint.read((part.dir / "checkpoints/last").resolve())
+    assert state["cluster"]["parts"] in ([0], [0, 1])
+    assert not (part.dir / "learners/1/checkpoints" / (part.dir / "checkpoints/last").resolve().name).exists()
+    more = qfleet.train(resume=part.dir, total_steps=12_000, progress=False)
+    assert more.stop_reason == "total_steps" and 12_000 <= more.metrics[-1]["step"] < 13_000
+
+
+def test_a_learner_lost_during_a_checkpoint(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its successor is there before the others have saved their parts: nobody waits for a part of it."""
+    save, news, stopped = Fleet.save, Fleet._news, list[int]()
+
+    def disturbed_save(self: Fleet, *args: Any, **kwargs: Any) -> None:
+        if not stopped:
+            stopped.append(self._ray.get(self._learners[0].pid.remote()))
+            os.kill(self._ray.get(self._learners[1].pid.remote()), signal.SIGKILL)
+            os.kill(stopped[0], signal.SIGSTOP)
+        save(self, *args, **kwargs)
+
+    def continued(self: Fleet, seconds: float) -> Any:
+        if stopped and self._meeting.at_hub(lambda hub: hub.live.get(1)) == 1:
+            os.kill(stopped[0], signal.SIGCONT)
+        return news(self, seconds)
+
+    monkeypatch.setattr(Fleet, "save", disturbed_save)
+    monkeypatch.setattr(Fleet, "_news", continued)
+    run = trained(tmp_path / "run", "sync", 6000, runtime__checkpoint_every=2000, sync__heartbeat=60.0)
+    assert stopped and run.stop_reason == "total_steps"
+
+
+def test_a_learner_that_cannot_be_made_again_ends_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = Fleet._new_learner
+
+    def elsewhere(self: Fleet, rank: int, late: bool = False, resume: int = 0) -> None:
+        if late:  # on a machine that does not share the file system
+            self._theirs = override(self._theirs, {"run_dir": str(tmp_path / "nowhere")})
+        new(self, rank, late, resume)
+
+    monkeypatch.setattr(Fleet, "_new_learner", elsewhere)
+    disturbed(monkeypatch, [("learner", 1, signal.SIGKILL)])
+    with pytest.raises(TeamError, match=r"learner 1 could not be made: .*does not see the run directory"):
+        trained(tmp_path / "run", "sync", 10**6)
