@@ -151,7 +151,7 @@ class ServerActor:
         """In the place of one that was lost: with its state of some time ago, if there is one, and a newer copy."""
         if state:
             self._server.load_state(tensors(state))
-            if state["version"] > part.position.version:
+            if part.position.version < state["version"] <= position.version:
                 part = self._server.shard.copy()
         self._server.restore(part, position, members)
 

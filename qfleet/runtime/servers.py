@@ -17,7 +17,7 @@ from qfleet.runtime.actors import ServerActor
 from qfleet.runtime.hub import Meeting
 from qfleet.runtime.team import TeamError
 from qfleet.sync.client import Client
-from qfleet.sync.shard import Copy, ranges
+from qfleet.sync.shard import Copy, position_in, ranges
 from qfleet.sync.wire import Address
 from qfleet.types import Array, State
 
@@ -113,12 +113,13 @@ class Servers:
         for i, ref in enumerate([server.pause.remote() for server in self.actors]):
             with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 paused[i] = ray.get(ref, timeout=self._config.sync.heartbeat)
-        paused = {i: found for i, found in paused.items() if i not in self._blank}
+        paused = {i: known for i, known in paused.items() if i not in self._blank}
         dead = [i for i in range(len(self.actors)) if i not in paused]
         for i in dead:
             ray.kill(self.actors[i])
         copy, members = (self._freshest(self.client.copy()), self._members()) if dead else (self.client.copy(), {})
-        position, log = max(paused.values(), key=lambda p: p[0].version, default=(copy.position, []))
+        found: list[Any] = [(copy.position, []), *((position_in(state), []) for state in self._snapshots if state)]
+        position, log = max(paused.values() or found, key=lambda known: known[0].version)
         if dead:
             self._make_room()
         for i in dead:
@@ -130,10 +131,11 @@ class Servers:
             state = self._snapshots[i]
             ray.get(self.actors[i].restore.remote(state, copy.part(self._ranges[i]), position, members))
             self._blank.discard(i)
-            newest = max(copy.position.version, state.get("version", 0))
+            saved = state.get("version", 0)
+            newest = saved if copy.position.version < saved <= position.version else copy.position.version
             lost.append(
                 f"server {i} ended and was restarted: its parameters are those of version {newest:,} of {position.version:,}, "
-                f"the optimiser's state is of version {state.get('version', 0):,}"
+                f"the optimiser's state is of version {saved:,}"
             )
         if dead:
             self._serving = [server.serve.remote() for server in self.actors]

@@ -121,8 +121,13 @@ class Shard:
         self.params.copy_(state["params"])
         self.target.copy_(state["target"])
         self._rule.load_state(state["rule"])
-        self.version, self.target_version, self.progress = state["version"], state["target_version"], state["progress"]
-        self.applied = {worker: (incarnation, sequence) for worker, incarnation, sequence in state["applied"]}
+        self.version, self.target_version, self.progress, self.applied = position_in(state)
+
+
+def position_in(state: State) -> Position:
+    """How far a shard was whose state this is."""
+    applied = {worker: (incarnation, sequence) for worker, incarnation, sequence in state["applied"]}
+    return Position(state["version"], state["target_version"], state["progress"], applied)
 
 
 class Outer:

@@ -280,6 +280,7 @@ def test_a_server_is_restored_from_whatever_is_newest() -> None:
 
     torch.testing.assert_close(asyncio.run(restored(2)), torch.from_numpy(initial + 1))
     torch.testing.assert_close(asyncio.run(restored(4)), torch.from_numpy(initial + 2))
+    torch.testing.assert_close(asyncio.run(restored(6)), torch.from_numpy(initial + 1))  # others are not as far
 
 
 def test_compressed_pushes_are_counted(running: Callable[..., Running]) -> None:
