@@ -15,7 +15,7 @@ train: .make/core
 	env -u OMP_NUM_THREADS $(BIN)/qfleet train CartPole-v1
 
 test: .make/dev lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
 lint: .make/dev
 	$(BIN)/ruff check .
@@ -26,6 +26,7 @@ types: .make/dev
 
 prove: .make/dev
 	$(BIN)/python -m pytest -n 2 --dist load prove
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 bench: .make/bench
 	for b in cartpole_updates cartpole_time pong_steps replay_vs_cpprb wire sync_speed sync_learning late_gradients; do env -u OMP_NUM_THREADS $(BIN)/python benchmarks/$$b.py || exit 1; done

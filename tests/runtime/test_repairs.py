@@ -29,7 +29,12 @@ def test_a_learner_that_dies_or_hangs_is_replaced(
 
 
 @pytest.mark.parametrize(
-    ("mode", "number"), [("sync", signal.SIGKILL), ("diloco", signal.SIGSTOP), ("admm", signal.SIGKILL)]
+    ("mode", "number"),
+    [
+        ("sync", signal.SIGKILL),
+        pytest.param("diloco", signal.SIGSTOP, marks=pytest.mark.long),
+        pytest.param("admm", signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
 def test_all_reduce_goes_on_with_the_survivors(
     ray: None, mode: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -60,7 +65,7 @@ def test_all_reduce_goes_on_with_the_survivors(
         ("sync", 1, ["server 0"]),
         ("sync", 2, ["server 1"]),
         ("diloco", 2, ["server 0", "server 1"]),
-        ("ssp", 2, ["server 1", "learner 0"]),
+        pytest.param("ssp", 2, ["server 1", "learner 0"], marks=pytest.mark.long),
     ],
 )
 def test_a_server_that_dies_is_restarted(
@@ -80,6 +85,7 @@ def test_a_server_that_dies_is_restarted(
     assert all((s["version"], s["applied"]) == (first["version"], first["applied"]) for s in others)
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_is_restarted(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = disturbed(monkeypatch, [("server", 0, signal.SIGSTOP)])
     run = trained(tmp_path / "run", "sync", sync__servers=2, sync__heartbeat=2.0, total_steps=4000)
@@ -87,6 +93,7 @@ def test_a_server_that_hangs_is_restarted(ray: None, tmp_path: Path, monkeypatch
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 4000
 
 
+@pytest.mark.long
 def test_a_server_that_dies_before_the_learners_are_made(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +107,7 @@ def test_a_server_that_dies_before_the_learners_are_made(
     assert trained(tmp_path / "run", "sync", sync__servers=2).stop_reason == "total_steps"
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_during_a_checkpoint(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states, hung = Servers.states, list[int]()
 
@@ -114,6 +122,7 @@ def test_a_server_that_hangs_during_a_checkpoint(ray: None, tmp_path: Path, monk
     assert hung and run.stop_reason == "total_steps"
 
 
+@pytest.mark.long
 def test_a_second_server_dies_while_the_first_is_repaired(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
