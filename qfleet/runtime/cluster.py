@@ -172,7 +172,7 @@ class Fleet:
             try:
                 self._ray.get(made)
             except self._ray.exceptions.RayActorError as e:
-                raise TeamError(f"a learner could not be made: {str(e).strip().splitlines()[-1]}") from None
+                raise TeamError(f"a learner could not be made: {reason(e)}") from None
             if self.servers is not None:
                 self.servers.look_after()
         self._running = {learner.run.remote(): rank for rank, learner in enumerate(self._learners)}
@@ -241,7 +241,7 @@ class Fleet:
                 ray.get(ref)
             except ray.exceptions.RayActorError as e:
                 if e.actor_init_failed:
-                    raise TeamError(f"learner {rank} could not be made: {str(e).strip().splitlines()[-1]}") from None
+                    raise TeamError(f"learner {rank} could not be made: {reason(e)}") from None
                 self._replace(rank, "ended")
             except ray.exceptions.RayTaskError as e:
                 raise TeamError(f"learner {rank} failed: {type(e.cause).__name__}: {e.cause}") from None
@@ -422,6 +422,11 @@ def check(config: Config) -> None:
     check_division(config, config.learners)
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {config.device!r}, but Ray gives every learner its GPU: use --device cuda.")
+
+
+def reason(error: Exception) -> str:
+    """The last line of an actor's traceback."""
+    return str(error).strip().splitlines()[-1]
 
 
 def address_of(config: Config) -> str:
