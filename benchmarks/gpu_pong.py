@@ -1,6 +1,8 @@
 """Pong on one GPU: steps per second while training, against the same environments with random actions in the same run.
 
-    python benchmarks/gpu_pong.py [--samples 8 32] [--envs 256] [--groups 2] [--recipe double]
+    python benchmarks/gpu_pong.py [--cases double:8 double:32 rainbow:8] [--envs 256] [--groups 2]
+
+A case is a recipe and its samples per step.
 
 The limit is the best of several ways to step as many environments with nothing else going on (groups, threads, threads or
 processes), before the training and after it. Training: Nature network, n = 3, batch 256, replay of 1M steps on the GPU, epsilon 0.1, after learning has begun.
@@ -89,11 +91,10 @@ def training(settings: dict[str, Any], recipe: str, seconds: float, profile: boo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=float, nargs="*", default=[8.0, 32.0])
+    parser.add_argument("--cases", nargs="*", default=["double:8", "double:32", "rainbow:8"], metavar="RECIPE:SAMPLES")
     parser.add_argument("--envs", type=int, default=256)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--recipe", default="double")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--quick", action="store_true", help="leave out the ways that take a minute to make")
     parser.add_argument("--profile", action="store_true", help="show what the main thread does (slower)")
@@ -115,25 +116,30 @@ def main() -> None:
 
     for way in ways:
         measure(way)
+    cases = [(recipe, float(samples)) for recipe, samples in (case.split(":") for case in args.cases)]
     trained = []
-    for samples in args.samples:
+    for recipe, samples in cases:
         settings: dict[str, Any] = {
             "env.num_envs": args.envs, "runtime.groups": args.groups, "runtime.emulator_threads": args.threads, "device": "cuda",
             "replay.capacity": 1_000_000, "replay.min_steps": 20_000, "replay.samples_per_step": samples, "learner.batch_size": 256,
             "learner.n_step": 3, "runtime.steps_per_round": 4 * args.envs, "runtime.lag": 1, "total_steps": 100_000_000,
             "acting.epsilon_start": 0.1, "acting.epsilon_end": 0.1, **dict(item.split("=", 1) for item in args.set),
         }  # fmt: skip
-        trained.append(training(settings, args.recipe, args.seconds, args.profile))
+        trained.append(training(settings, recipe, args.seconds, args.profile))
+        print(
+            f"training  {recipe}, {samples:g} samples per step: {trained[-1]['steps_per_second']:,.0f} steps/s",
+            flush=True,
+        )
     measure(
         max(ways, key=lambda way: alone[f"{way[0]} groups, {way[1]} threads, {way[2]}"][0])
     )  # nothing got slower meanwhile?
     best = max(rate for rates in alone.values() for rate in rates)
-    for samples, got in zip(args.samples, trained, strict=True):
-        print(f"training  {args.recipe}, {samples:g} samples per step: {got['steps_per_second']:,.0f} steps/s = "
+    for (recipe, samples), got in zip(cases, trained, strict=True):
+        print(f"training  {recipe}, {samples:g} samples per step: {got['steps_per_second']:,.0f} steps/s = "
               f"{got['steps_per_second'] / best:.1%} of the best, {got['samples_per_second']:,.0f} samples/s  "
               + "  ".join(f"{k} {got[k]:.2f}" for k in ("env_share", "act_share", "learner_busy", "seconds_to_make")), flush=True)  # fmt: skip
         about = {
-            "recipe": args.recipe,
+            "recipe": recipe,
             "samples_per_step": samples,
             "envs": args.envs,
             "groups": args.groups,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,12 +141,12 @@ def _same_launcher(folder: Path, config: Config, ranks: int) -> None:
         )
 
 
-def _crew(config: Config, mine: Team) -> Crew:
+def _crew(config: Config, mine: Team, say: Callable[[str], None]) -> Crew:
     """This process's learner, or those of a cluster."""
     if config.learners > mine.size:
         from qfleet.runtime.cluster import Fleet
 
-        return Fleet(config)
+        return Fleet(config, say)
     return Worker(config, mine)
 
 
@@ -169,7 +169,7 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
             )
         if resuming and not started:
             shown.message("this run has no checkpoint yet: it begins anew")
-        trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine))
+        trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine, shown.message))
         if trainer.worker.over:
             shown.message(f"this run is complete at step {trainer.worker.steps:,}: give more --total-steps to go on")
         trainer.run()

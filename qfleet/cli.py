@@ -20,6 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -282,7 +283,8 @@ def train(**args: Any) -> int:
         print(f"  {qf if command() == 'qfleet' else command()} train --resume {folder}")
     print(f"  {qf} eval {folder}")
     print(f"  {qf} plot {folder} -o curve.png")
-    print(f"  {qf} video {folder} -o episode.mp4")
+    needs = "" if find_spec("imageio_ffmpeg") else '  (first: pip install "qfleet[video]")'
+    print(f"  {qf} video {folder} -o episode.mp4{needs}")
     return 0 if run.signal is None else 128 + run.signal
 
 

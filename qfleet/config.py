@@ -286,7 +286,7 @@ class SyncConfig:
     servers: int = opt(1, "server: parts into which the parameters are cut")
     staleness: int | None = opt(
         None,
-        "ssp: clocks a learner may be ahead of the slowest [4]; async: pushes older than this many versions are rejected [never]",
+        "ssp: clocks a learner may be ahead of the slowest [16]; async: pushes older than this many versions are rejected [never]",
     )
     damping: Literal["none", "inverse", "sqrt"] = opt(
         "none", "async, ssp: learning rate of a push that is k times as stale as usual: unchanged, / k, / sqrt(k)"

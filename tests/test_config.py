@@ -101,9 +101,14 @@ def test_family(env: str, family: str) -> None:
 
 @pytest.mark.parametrize("env_id", ["pong", "ALE/Pong-v5", "PongNoFrameskip-v4"])
 def test_on_a_gpu_a_game_can_have_settings_of_its_own(env_id: str) -> None:
-    assert recipes.make("double", env_id, gpu=True).learner.batch_size == 128
-    assert recipes.make("double", env_id).learner.batch_size == 32
-    assert recipes.make("double", "space_invaders", gpu=True).learner.batch_size == 256
+    def of(recipe: str, name: str, gpu: bool) -> tuple[int, int]:
+        learner = recipes.make(recipe, name, gpu=gpu).learner
+        return learner.batch_size, learner.n_step
+
+    assert of("double", env_id, gpu=True) == (128, 3)
+    assert of("double", "space_invaders", gpu=True) == (128, 1)  # of its family
+    assert of("dqn", env_id, gpu=True) == (256, 1)
+    assert of("double", env_id, gpu=False) == (32, 1)
     assert recipes.game("ALE/SpaceInvaders-v5") == "space_invaders"
 
 

@@ -34,12 +34,12 @@ from torch._C._distributed_c10d import TCPStore
 from qfleet import envs, rng
 from qfleet.config import Config, ConfigError, override
 from qfleet.learner import ALIGN, Flat, Learned, Learner
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, servers
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
 from qfleet.runtime.member import Place, added
-from qfleet.runtime.servers import SPREAD, Servers
+from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
 from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
@@ -51,21 +51,20 @@ PATIENCE = 0.25  # seconds in which the supervisor looks after the others even i
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
 REACH = 10.0  # seconds for a cluster to take a connection
 ANSWER = 1.0  # seconds for a learner to say which version it has
-ROOM = 20.0  # seconds for a new learner to begin; later, Ray has no room for it
 SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
 
 
 class Fleet:
-    """All of them together, as the trainer sees a worker."""
+    """All of them together, as the trainer sees a worker. `say` what cannot wait for the next round."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         try:
             import ray
         except ImportError:
             raise ConfigError(
                 f"learners is {config.learners}, which needs Ray: pip install 'qfleet[ray]'. (Or start them with torchrun, see docs/sync.md.)"
             ) from None
-        self._ray = ray
+        self._ray, self._say = ray, say
         self._open = contextlib.ExitStack()
         self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
         check(config)
@@ -89,7 +88,7 @@ class Fleet:
         self._saved, self._final = 0, False  # step of the newest checkpoint; it is the last one
         self._notes: list[str] = []
         self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
-        self._absent: set[int] = set()  # those that Ray has no room for
+        self._absent: set[int] = set()  # those that Ray seems to have no room for
         self._values: dict[int, dict[str, float]] = {}
         self._episodes = 0.0  # of learners that were replaced
         self._then: dict[int, dict[str, float]] = {}  # clocks at the last line of metrics
@@ -113,6 +112,7 @@ class Fleet:
             raise ConfigError(
                 f"sync.servers is {self._shards}, but the {len(initial):,} parameters of this network can be cut into {most:,} parts at most."
             )
+        self._say("  starting      Ray and all of them: some seconds")
         self._join_ray()
         self._newest = Copy(Position(-1, -1, 0.0, {}), initial, initial)
         self._token = secrets.token_hex(16)
@@ -127,7 +127,7 @@ class Fleet:
         self.servers: Servers | None = None
         if self._shards:
             about = (initial, self._token, self._meeting)
-            self.servers = Servers(ray, self._theirs, *about, self._freshest, self._members, self._make_room)
+            self.servers = Servers(ray, self._theirs, *about, self._freshest, self._members, self._make_room, self._say)
             self._open.callback(self.servers.close)
         else:
             self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
@@ -166,7 +166,7 @@ class Fleet:
 
     def _run(self) -> None:
         """Learners begin when all of them are made."""
-        making = [learner.ready.remote() for learner in self._learners]
+        making, began, said = [learner.ready.remote() for learner in self._learners], time.monotonic(), False
         while making:
             made, making = self._ray.wait(making, num_returns=len(making), timeout=PATIENCE)
             try:
@@ -175,6 +175,9 @@ class Fleet:
                 raise TeamError(f"a learner could not be made: {reason(e)}") from None
             if self.servers is not None:
                 self.servers.look_after()
+            if making and not said and time.monotonic() - began > servers.ROOM:
+                said = True
+                self._say(f"  note          {no_room(f'{len(making)} of the learners')}; all wait")
         self._running = {learner.run.remote(): rank for rank, learner in enumerate(self._learners)}
 
     def start(self) -> None:
@@ -250,12 +253,10 @@ class Fleet:
             self._looked = time.monotonic()
             for rank in self._meeting.at_hub(lambda hub: hub.silent(heartbeat)):
                 self._replace(rank, f"gave no sign of life for {heartbeat:g} s")
-            for rank in [r for r, since in self._expected.items() if time.monotonic() - since > ROOM]:
+            for rank in [r for r, since in self._expected.items() if time.monotonic() - since > servers.ROOM]:
                 del self._expected[rank]
                 self._absent.add(rank)
-                self._notes.append(
-                    f"step {self.steps:,}: the Ray cluster has had no room for learner {rank} for {ROOM:g} s: it joins when there is some, the others go on"
-                )
+                self._notes.append(f"step {self.steps:,}: {no_room(f'learner {rank}')}; the others go on without it")
 
     def _replace(self, rank: int, what: str) -> None:
         self._ray.kill(self._learners[rank])

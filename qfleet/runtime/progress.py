@@ -148,7 +148,11 @@ class Progress:
                 ("epsilon", value("rollout/exploration_rate"), ".3f"),
             ),
         )
-        bar, legend = _stacked([(label, value(name, 0.0), style) for name, label, style in SHARES])
+        shares = [(label, value(name, 0.0), style) for name, label, style in SHARES]
+        other = 1.0 - sum(share for _, share, _ in shares)
+        if "pipeline/env" in self._values and other > 0.005:
+            shares.append(("other", other, "grey30"))
+        bar, legend = _stacked(shares)
         grid.add_row("time", bar)
         grid.add_row("", legend)
         for label, row in _team(self._values):
@@ -174,7 +178,8 @@ def bottleneck(values: Mapping[str, float]) -> str:
 
 
 def is_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    """Under mpirun nobody can tell: it gives every process a terminal, and sends what is written there anywhere."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def line(step: int, total: int, values: Mapping[str, float]) -> str:
@@ -187,6 +192,8 @@ def line(step: int, total: int, values: Mapping[str, float]) -> str:
         ("eval/mean_reward", "eval {:,.1f}"),
         ("train/loss", "loss {:.4g}"),
         ("rollout/exploration_rate", "eps {:.3g}"),
+        ("sync/wait", "waiting {:.0%}"),
+        ("sync/staleness", "stale {:.2g}"),
     ):
         if name in values:
             parts.append(text.format(values[name]))
@@ -274,6 +281,7 @@ def _stacked(shares: list[tuple[str, float, str]], width: int = 60) -> tuple[Tex
     bar, legend = Text(), Text()
     for (label, share, style), cells in zip(shares, widths([share for _, share, _ in shares], width), strict=True):
         bar.append("█" * cells, style=style)
-        legend.append("■ ", style=style)
-        legend.append(f"{label} {share:.0%} ")
+        if share >= 0.005:
+            legend.append("■ ", style=style)
+            legend.append(f"{label} {share:.0%} ")
     return bar, legend

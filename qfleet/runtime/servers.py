@@ -23,12 +23,13 @@ from qfleet.types import Array, State
 
 SNAPSHOT = 5.0  # seconds between two copies of the servers' states
 REPAIRS = 10  # attempts
+ROOM = 20.0  # seconds for a new process to start; later, Ray may have no room for it
 SPREAD = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
 
 class Servers:
     """`freshest`: the newest parameters that a learner has, if they are newer than these. `members`: learners that take part in updates, and
-    their incarnations. `make_room` for a new server, if the cluster is full."""
+    their incarnations. `make_room` for a new server, if the cluster is full. `say` at once what all wait for."""
 
     kind: type[ServerActor] = ServerActor
 
@@ -42,9 +43,10 @@ class Servers:
         freshest: Callable[[Copy], Copy],
         members: Callable[[], Mapping[int, int]],
         make_room: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         self._ray, self._config, self._token, self._meeting = ray, config, token, meeting
-        self._freshest, self._members, self._make_room = freshest, members, make_room
+        self._freshest, self._members, self._make_room, self._say = freshest, members, make_room, say
         self._ranges = ranges(len(initial), config.sync.servers)
         self._make = ray.remote(**SPREAD)(self.kind).remote
         self.actors = [self._make(config, i, initial[r], token) for i, r in enumerate(self._ranges)]
@@ -60,9 +62,17 @@ class Servers:
 
     def _connect(self) -> None:
         """They listen; the first one knows the others; the hub knows all."""
-        others = self._ray.get([server.listen.remote([]) for server in self.actors[1:]])
-        self._addresses = [self._ray.get(self.actors[0].listen.remote(others)), *others]
+        others = self._started([server.listen.remote([]) for server in self.actors[1:]])
+        self._addresses = [*self._started([self.actors[0].listen.remote(others)]), *others]
         self._epoch = self._meeting.at_hub(lambda hub: hub.moved(self._addresses))
+
+    def _started(self, refs: list[Any]) -> list[Any]:
+        """What they return, when all have started. Without servers nobody can go on."""
+        _, late = self._ray.wait(refs, num_returns=len(refs), timeout=ROOM) if refs else ([], [])
+        if late:
+            self._say(f"  note          {no_room(f'{len(late)} of the servers')}; all wait")
+        found: list[Any] = self._ray.get(refs)
+        return found
 
     def _find(self, epoch: int) -> tuple[int, list[Address]]:
         """For this process's own client: servers that fail are repaired."""
@@ -129,7 +139,7 @@ class Servers:
             ray.get(self.actors[i].catch_up.remote(log), timeout=self._config.sync.heartbeat)
         for i in dead:
             state = self._snapshots[i]
-            ray.get(self.actors[i].restore.remote(state, copy.part(self._ranges[i]), position, members))
+            self._started([self.actors[i].restore.remote(state, copy.part(self._ranges[i]), position, members)])
             self._blank.discard(i)
             saved = state.get("version", 0)
             newest = saved if copy.position.version < saved <= position.version else copy.position.version
@@ -163,3 +173,7 @@ class Servers:
         self.client.close()
         for server in self.actors:
             self._ray.kill(server)
+
+
+def no_room(who: str) -> str:
+    return f"{who} did not start within {ROOM:g} s (is there a free CPU in the Ray cluster, and a GPU if they use one?)"

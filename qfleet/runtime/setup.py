@@ -96,13 +96,15 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
     dist = f"c51 for returns from {n.v_min:g} to {n.v_max:g}" if n.dist == "c51" else n.dist
     algorithm = ", ".join([dist, *parts, f"n-step {c.n_step}", f"γ {c.gamma:g}"])
     size = Replay.memory(config, made.spec)
+    auto = config.runtime.schedule == "auto"  # of learners on other machines
+    schedule = "schedule by machine" if auto else config.runtime.schedule
     groups = f", {config.runtime.groups} groups" if config.runtime.groups > 1 else ""
     lines = [
         f"  environments  {config.env.num_envs} × {config.env.id} ({made.kind}{groups}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
         f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
-        f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval}",
+        f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval} updates",
         f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",
-        f"  runtime       {config.runtime.schedule}, lag {config.runtime.lag}, learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}",
+        f"  runtime       {schedule}, lag {config.runtime.lag}, learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}",
     ]
     if made.frame_skip > 1:
         lines.append(
@@ -114,7 +116,7 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
 def team_line(config: Config, how: str) -> str:
     """About several learners; `how` they are connected."""
     shares = f", batches by {config.sync.weights}" if config.sync.weights else ", batches by speed" if config.sync.balance else ""  # fmt: skip
-    return f"  learners      {config.learners} {how}, sync {config.sync.mode}, codec {config.sync.codec}{shares}"
+    return f"  learners      {config.learners} {how}, mode {config.sync.mode}, codec {config.sync.codec}{shares}"
 
 
 def lock(run_dir: Path) -> BinaryIO:

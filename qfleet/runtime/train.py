@@ -236,6 +236,7 @@ class Trainer:
             self._stop("total_steps")
         self._evaluate(step, last=finished)
         if self.signal is not None:
+            self.progress.message("stopping: a checkpoint is written, to go on from")
             self._stop("signal")
         if crossed(before, step, c.checkpoint_every):
             self._save()

@@ -28,7 +28,7 @@ from qfleet.config import SyncConfig
 
 UNKNOWN = "the worker has left: it must join again"
 Key = tuple[int, int, int]  # worker, incarnation, sequence
-SSP_BOUND = 4  # clocks, where sync.staleness does not say
+SSP_BOUND = 16  # clocks, where sync.staleness does not say: a pause of some seconds on a CPU, of milliseconds on a GPU
 
 
 class Push(NamedTuple):

@@ -1,6 +1,7 @@
 """Machines that leave a Ray cluster and join it while a run goes on: nodes of one CPU each, so every learner and server has its own."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 
 import qfleet
-from qfleet.runtime import checkpoint, cluster
+from qfleet.runtime import checkpoint, servers
 from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.progress import Progress
 
 
 @pytest.fixture
@@ -24,12 +26,12 @@ def nodes() -> Iterator[Any]:
     made.shutdown()
 
 
-def trained(address: str, folder: Path, transport: str) -> qfleet.Run:
+def trained(address: str, folder: Path, transport: str, steps: int = 10**9) -> qfleet.Run:
     settings = {
         "env.num_envs": 4, "network.hidden": (32, 32), "replay.min_steps": 200, "learner.batch_size": 16, "replay.samples_per_step": 8.0,
         "runtime.eval_every": 0, "runtime.eval_episodes": 2, "runtime.log_every": 500, "learners": 2, "sync.transport": transport, "address": address,
     }  # fmt: skip
-    return qfleet.train("CartPole-v1", recipe="dqn", seed=3, total_steps=10**9, run_dir=folder, device="cpu", overrides=settings, progress=False)  # fmt: skip
+    return qfleet.train("CartPole-v1", recipe="dqn", seed=3, total_steps=steps, run_dir=folder, device="cpu", overrides=settings, progress=False)  # fmt: skip
 
 
 def parent(pid: int) -> int:
@@ -50,7 +52,7 @@ def test_a_machine_leaves(nodes: Any, transport: str, back: bool, tmp_path: Path
     """The other learner goes on alone, and the run can end so. With another machine, a new learner joins there."""
     if transport == "server":
         nodes.add_node(num_cpus=1)
-    monkeypatch.setattr(cluster, "ROOM", 3.0)
+    monkeypatch.setattr(servers, "ROOM", 3.0)
     news, note, told = Fleet._news, Fleet.note, list[str]()
     todo: list[Callable[[Fleet], object]] = [lambda fleet: nodes.remove_node(elsewhere(fleet, nodes), allow_graceful=False)]  # fmt: skip
 
@@ -65,16 +67,83 @@ def test_a_machine_leaves(nodes: Any, transport: str, back: bool, tmp_path: Path
     def heard(self: Fleet) -> str:
         text = note(self)
         told.extend([text] if text else [])
-        if ("has joined" if back else "no room for learner") in text:
+        if ("has joined" if back else "did not start within") in text:
             self.team.stop()
         return text
 
     monkeypatch.setattr(Fleet, "_news", disturb)
     monkeypatch.setattr(Fleet, "note", heard)
     run = trained(nodes.address, tmp_path / "run", transport)
-    assert not todo and "takes its place" in told[0] and any("no room for learner" in text for text in told)
+    assert not todo and "takes its place" in told[0] and any("did not start within" in text for text in told)
     assert any("has joined" in text for text in told) == back
     state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
     assert min(state["cluster"]["incarnations"]) == 0  # the other learner was there all the time
     done = [row["train/n_updates"] for row in run.metrics if row["step"] > 2000 and "train/n_updates" in row]
     assert done[-1] > done[0]  # learning went on
+
+
+def leave_when(said: str, others: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others give back what they take when the run says that it waits for it."""
+    import ray
+
+    message = Progress.message
+
+    def listen(self: Progress, text: str) -> None:
+        message(self, text)
+        if f"{said} did not start within" in text and text.endswith("; all wait"):
+            while others:
+                ray.kill(others.pop())
+
+    monkeypatch.setattr(Progress, "message", listen)
+
+
+@pytest.fixture
+def other(nodes: Any) -> Iterator[Any]:
+    """Makes somebody else who takes a CPU, of three."""
+    import ray
+
+    class Other:
+        def there(self) -> bool:
+            return True
+
+    nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield ray.remote(num_cpus=1)(Other).remote
+    ray.shutdown()
+
+
+@pytest.mark.parametrize(("taken", "who"), [(1, "1 of the learners"), pytest.param(3, "1 of the servers", marks=pytest.mark.long)])  # fmt: skip
+def test_a_full_cluster(nodes: Any, other: Any, taken: int, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Somebody else uses it: the run says what it waits for, and begins when it can."""
+    import ray
+
+    monkeypatch.setattr(servers, "ROOM", 3.0)
+    others = [other() for _ in range(taken)]
+    assert all(ray.get([each.there.remote() for each in others]))
+    leave_when(who, others, monkeypatch)
+    run = trained(nodes.address, tmp_path / "run", "server", 1000)
+    assert not others
+    assert run.metrics[-1]["step"] >= 1000
+
+
+@pytest.mark.long
+def test_a_server_without_room(nodes: Any, other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else gets the room of one that died."""
+    import ray
+
+    monkeypatch.setattr(servers, "ROOM", 3.0)
+    news, todo, others = Fleet._news, [1000], list[Any]()
+
+    def disturb(self: Fleet, seconds: float) -> Any:
+        if todo and self.steps > todo[0] and self.servers is not None:
+            todo.pop()
+            os.kill(ray.get(self.servers.actors[0].pid.remote()), signal.SIGKILL)
+            others.append(other())
+            assert ray.get(others[0].there.remote())
+        return news(self, seconds)
+
+    monkeypatch.setattr(Fleet, "_news", disturb)
+    leave_when("1 of the servers", others, monkeypatch)
+    run = trained(nodes.address, tmp_path / "run", "server", 5000)
+    assert not todo and not others
+    assert run.metrics[-1]["step"] >= 5000

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from qfleet.runtime.progress import Progress, bottleneck, duration, eta, line, percent, widths
+from qfleet.runtime.progress import Progress, bottleneck, duration, eta, is_terminal, line, percent, widths
 
 VALUES = {
     "time/steps_per_second": 3100.4,
@@ -109,6 +109,25 @@ def test_the_table_shows_every_part_within_80_columns(capsys):
         assert part in text
     assert text.count("█") == 60 and max(map(len, text.splitlines())) <= 80
     assert "12,500 / 50,000" in capsys.readouterr().out, "close draws the last state even when just drawn"
+
+
+def test_shares_of_the_time_add_up(capsys):
+    with Progress(100, "t", interactive=True) as progress:
+        progress.update(1, {"pipeline/env": 0.25, "pipeline/learn": 0.5, "pipeline/transfer": 0.001})
+        text = drawn(progress)
+    assert "envs 25%" in text and "learner 50%" in text and "other 25%" in text and "copies" not in text
+
+
+def test_no_table_under_mpirun(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert is_terminal()
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert not is_terminal()
+
+
+def test_a_line_about_several_learners():
+    assert line(1, 10, {"sync/wait": 0.24, "sync/staleness": 1.0}).endswith("waiting 24%  stale 1")
 
 
 def test_a_resumed_run_shows_the_best_of_all_its_evaluations(capsys):

@@ -219,13 +219,14 @@ def test_mpirun_starts_learners_too(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java: apt install openjdk-17-jre-headless")
 def test_spark_starts_learners_too(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples/spark.py"
-    done = subprocess.run(
-        [sys.executable, example, tmp_path / "run", "2000"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{tmp_path / 'run'}: " in done.stdout
-    assert newest(tmp_path / "run")["step"] >= 2000 and (tmp_path / "run/learners/1/checkpoints/last").exists()
+    for steps in (2000, 3000):  # the second goes on with the first
+        done = subprocess.run(
+            [sys.executable, example, "--run-dir", tmp_path / "run", "--total-steps", str(steps)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{tmp_path / 'run'}: " in done.stdout
+    assert newest(tmp_path / "run")["step"] >= 3000 and (tmp_path / "run/learners/1/checkpoints/last").exists()
 
 
 @pytest.mark.parametrize(
