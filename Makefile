@@ -25,7 +25,7 @@ types: .make/dev
 	$(BIN)/mypy
 
 prove: .make/dev
-	$(BIN)/python -m pytest -n 2 --dist load prove
+	$(BIN)/python -m pytest -n 2 --dist load --timeout 0 prove
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 bench: .make/bench

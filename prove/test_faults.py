@@ -26,7 +26,7 @@ import pytest
 import qfleet
 from qfleet.config import Config
 from qfleet.runtime.actors import ServerActor
-from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.cluster import FAIR, Fleet
 from qfleet.runtime.servers import Servers
 from qfleet.sync.policies import Commit
 from qfleet.sync.shard import Copy, Position
@@ -143,7 +143,8 @@ def ray() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # Ledger
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(address="local", num_cpus=8, _system_config=FAIR, **quiet)
     yield
     ray.shutdown()
 

@@ -51,6 +51,7 @@ PATIENCE = 0.25  # seconds in which the supervisor looks after the others even i
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
 REACH = 10.0  # seconds for a cluster to take a connection
 ANSWER = 1.0  # seconds for a learner to say which version it has
+FAIR = {"worker_niceness": 0}  # Ray's 15 leaves learners a thirtieth of a core that another program uses
 SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
 
 
@@ -139,7 +140,7 @@ class Fleet:
         address = address_of(self.config)
         if not ray.is_initialized():
             quiet = {"include_dashboard": None if address else False, "log_to_driver": False, "logging_level": "ERROR"}
-            ours = {"address": "local", "num_cpus": max(os.cpu_count() or 1, needed + 1)}
+            ours = {"address": "local", "num_cpus": max(os.cpu_count() or 1, needed + 1), "_system_config": FAIR}
             there = {"address": address} if address else ours
             try:
                 ray.init(**there, **quiet)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 from onray import SETTINGS
 
+from qfleet.runtime.cluster import FAIR
+
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
@@ -13,7 +15,8 @@ def ray() -> Iterator[None]:
     os.environ["OMP_NUM_THREADS"] = "1"
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    settings = {"num_cpus": 4, "include_dashboard": False, "_system_config": FAIR}
+    cluster = Cluster(initialize_head=True, head_node_args=settings)
     cluster.add_node(num_cpus=4, include_dashboard=False)
     SETTINGS["address"] = cluster.address
     yield

@@ -1,8 +1,11 @@
 """Learners and servers on a real, local Ray."""
 
 import asyncio
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,30 @@ def test_modes_train(ray: None, mode: str, schedule: str, tmp_path: Path) -> Non
     assert both == pytest.approx(rows[-1]["sync/samples_per_second"], rel=0.5)
     assert rows[-1]["sync/compression"] == pytest.approx(1.0, abs=0.1) and 0 <= rows[-1]["sync/wait"] < 1
     assert sum(value for name, value in rows[-1].items() if name.startswith("sync/stale_")) == pytest.approx(1.0)
+
+
+def test_a_ray_of_its_own_gives_learners_the_priority_of_this_process(tmp_path: Path) -> None:
+    """As Ray does it, other programs would leave them nothing. (In a process of its own: this one has a cluster.)"""
+    script = f"""
+import os
+from pathlib import Path
+from onray import trained
+from qfleet.runtime.cluster import Fleet
+
+start = Fleet.start
+
+def started(self):
+    start(self)
+    for each in (*self._learners, *self.servers.actors):
+        print("nice", os.getpriority(os.PRIO_PROCESS, self._ray.get(each.pid.remote())))
+
+Fleet.start = started
+trained(Path({str(tmp_path)!r}) / "run", "sync", 500)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False
+    )  # fmt: skip
+    assert done.stdout.count(f"nice {os.getpriority(os.PRIO_PROCESS, 0)}") == 3, done.stdout + done.stderr
 
 
 def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) -> None:
