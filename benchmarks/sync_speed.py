@@ -1,6 +1,6 @@
 """Samples per second of two learners on the Nature network, batch 256, one of them slowed, in every way to agree.
 
-    python benchmarks/sync_speed.py [--seconds 40] [--warm 15]
+    python benchmarks/sync_speed.py [--seconds 40] [--warm 15] [--repeats 3] [--stalls]
 
 Real learners (their gradient, one thread each) in processes of their own, a replay of random frames, one parameter server in a process of its
 own. "Slowed by 4": after every gradient it sleeps three times as long as that took. "Stalls": one of two equal learners sleeps 2 s every 30 s. The limit is
@@ -160,12 +160,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--warm", type=float, default=15.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--stalls", action="store_true", help="only these, with ssp; nothing is drawn")
     args = parser.parse_args()
     curves: dict[str, dict[str, Any]] = {}
-    for title, slow, stall, seconds, modes in (
-        ("one slowed by 4", 4.0, False, args.seconds, list(MODES)),
-        ("one stalls 2 s every 30 s", 1.0, True, max(args.seconds, 60.0 + args.warm), ["no synchronisation", "ssp", "sync"]),
-    ):  # fmt: skip
+    slowed = ("one slowed by 4", 4.0, False, args.seconds, list(MODES))
+    some = ["no synchronisation", "ssp"] + ["sync"] * (not args.stalls)
+    stalls = ("one stalls 2 s every 30 s", 1.0, True, max(args.seconds, 60.0 + args.warm), some)
+    for title, slow, stall, seconds, modes in (stalls,) if args.stalls else (slowed, stalls):
         rates: dict[str, list[list[float]]] = {name: [] for name in modes}
         curves[title] = {}
         for _ in range(args.repeats):
@@ -179,7 +180,8 @@ def main() -> None:
             share = [sum(r) / sum(base) for r, base in zip(rates[name], rates["no synchronisation"], strict=True)]
             print(f"{title}: {name:20s} {median([sum(r) for r in rates[name]]):7.1f} samples/s = {median(share):.2f} of {limit:.1f}", flush=True)  # fmt: skip
             record("sync_speed", {"what": title, "mode": name, "samples_per_second": rates[name], "share": median(share), "shares": share})  # fmt: skip
-    draw(curves)
+    if not args.stalls:
+        draw(curves)
 
 
 def draw(curves: dict[str, dict[str, Any]]) -> None:
