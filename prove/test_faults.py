@@ -81,7 +81,8 @@ def audit(path: Path) -> dict[str, int]:
         if "copy" in entry:
             for gone in [v for v in applied if v > entry["copy"]]:
                 lost += len(applied.pop(gone))
-            skipped += entry["position"] - version  # versions that it had not carried out when it ended
+            # Versions that it had not carried out when it ended; below zero where all servers went back to a learner's copy.
+            skipped += entry["position"] - version
             version = entry["position"]
         elif "missing" in entry:
             missing += len(entry["missing"])
