@@ -77,6 +77,7 @@ def milliseconds(call: Callable[[], Any], repeats: int = 41) -> float:
 def main() -> None:
     import ray
 
+    from qfleet.runtime.cluster import FAIR
     from qfleet.sync.wire import Connection
 
     context = multiprocessing.get_context("spawn")
@@ -86,7 +87,8 @@ def main() -> None:
     ours = Connection(("127.0.0.1", port.get()), "token")
     array = np.random.default_rng(0).standard_normal(SIZE, np.float32)
     small = array[:17_000]
-    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+    ray.init(address="local", num_cpus=4, _system_config=FAIR, **quiet)
 
     class Actor:
         def __init__(self) -> None:
