@@ -3,7 +3,7 @@
     request   u32 header bytes, u64 payload bytes | {"method", "args", "sizes"} | arrays, one after the other
     answer    the same with {"reply", "sizes"}, or {"error"}
 
-Ray would carry these calls, too; but a small push takes it 1.5 ms and the gradient of a Nature network 7 to 11, where this takes
+Ray would carry these calls, too; but a small push takes it 1.5 ms and the gradient of a Nature network 6 to 11, where this takes
 0.2 and 2 to 4 (benchmarks/results/wire.jsonl). A connection begins with a token, which only the run's own actors know.
 
 | who              | waits for                    | unblocked by                                                         |
