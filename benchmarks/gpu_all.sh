@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What docs say about one GPU, measured in one go of about 25 minutes: every part has a limit, and its output is FOLDER/PART.txt.
+# Most of what docs say about one GPU, measured in one go: 28 minutes at most, since every part has a limit. Its output is FOLDER/PART.txt.
 #
 #     bash benchmarks/gpu_all.sh FOLDER
 #
 # Games are made slowly (512 of them in 20 s), so the rates share one program. Tests of the kernels run beside Breakout.
 set -u
-out=$(realpath "${1:?a folder for the output}")
+mkdir -p "${1:?a folder for the output}" && out=$(realpath "$1") || exit 1
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 

@@ -118,12 +118,10 @@ class Disturbance:
         choice = {"kill a server": servers, "kill two": learners + servers}.get(self.kind, learners)
         hit = self.random.sample(choice, 2 if self.kind == "kill two" else 1)
         number = signal.SIGSTOP if self.kind == "stop a learner" else signal.SIGKILL
+        errors = fleet._ray.exceptions
         try:
             pids = fleet._ray.get([actor.pid.remote() for _, _, actor in hit], timeout=1.0)
-        except (
-            fleet._ray.exceptions.RayActorError,
-            fleet._ray.exceptions.GetTimeoutError,
-        ):  # the fault before is not repaired yet: later
+        except (errors.RayActorError, errors.GetTimeoutError):  # the fault before is not repaired yet: later
             return
         self.at.pop(0)
         self.faults.append((time.monotonic(), [which for what, which, _ in hit if what == "learner"]))
