@@ -16,7 +16,7 @@ part() {  # NAME LIMIT ARGUMENTS...
     echo "$name: exit $?, $((SECONDS - began)) s"
 }
 
-many="env.num_envs=256 runtime.steps_per_round=1024 runtime.eval_every=2500000"
+many="env.num_envs=256 runtime.steps_per_round=1024 runtime.eval_every=2500000 learner.lr_schedule=linear"
 part sb3 60 benchmarks/pong_steps.py --one sb3 --device cuda
 part pong 330 benchmarks/gpu_pong.py --quick --seconds 8 --envs 512
 part kernels 400 -m pytest -n 4 tests/kernels tests/runtime/test_streams.py &
