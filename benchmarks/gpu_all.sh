@@ -19,7 +19,7 @@ part() {  # NAME LIMIT ARGUMENTS...
 many="env.num_envs=256 runtime.steps_per_round=1024 runtime.eval_every=2500000 learner.lr_schedule=linear"
 part sb3 60 benchmarks/pong_steps.py --one sb3 --device cuda
 part pong 330 benchmarks/gpu_pong.py --quick --seconds 8 --envs 512
-part kernels 400 -m pytest -n 4 tests/kernels tests/runtime/test_streams.py &
+part kernels 400 -m pytest -p no:benchmark -n 4 tests/kernels tests/runtime/test_streams.py &
 part breakout 640 benchmarks/gpu_atari.py breakout --limit 600 --set $many
 part beam_rider 640 benchmarks/gpu_atari.py beam_rider --limit 600 --set $many env.sticky_actions=0
 wait

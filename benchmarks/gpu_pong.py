@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=["double:8", "double:32", "rainbow:8"], metavar="RECIPE:SAMPLES")
     parser.add_argument("--envs", type=int, default=256)
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0, help="of the training; otherwise those of the best way")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--quick", action="store_true", help="leave out the ways that take a minute to make")
     parser.add_argument("--profile", action="store_true", help="show what the main thread does (slower)")
@@ -116,11 +116,13 @@ def main() -> None:
 
     for way in ways:
         measure(way)
+    best_way = max(ways, key=lambda way: alone[f"{way[0]} groups, {way[1]} threads, {way[2]}"][0])
+    threads = args.threads or best_way[1]
     cases = [(recipe, float(samples)) for recipe, samples in (case.split(":") for case in args.cases)]
     trained = []
     for recipe, samples in cases:
         settings: dict[str, Any] = {
-            "env.num_envs": args.envs, "runtime.groups": args.groups, "runtime.emulator_threads": args.threads, "device": "cuda",
+            "env.num_envs": args.envs, "runtime.groups": args.groups, "runtime.emulator_threads": threads, "device": "cuda",
             "replay.capacity": 1_000_000, "replay.min_steps": 20_000, "replay.samples_per_step": samples, "learner.batch_size": 256,
             "learner.n_step": 3, "runtime.steps_per_round": 4 * args.envs, "runtime.lag": 1, "total_steps": 100_000_000,
             "acting.epsilon_start": 0.1, "acting.epsilon_end": 0.1, **dict(item.split("=", 1) for item in args.set),
@@ -130,9 +132,7 @@ def main() -> None:
             f"training  {recipe}, {samples:g} samples per step: {trained[-1]['steps_per_second']:,.0f} steps/s",
             flush=True,
         )
-    measure(
-        max(ways, key=lambda way: alone[f"{way[0]} groups, {way[1]} threads, {way[2]}"][0])
-    )  # nothing got slower meanwhile?
+    measure(best_way)  # nothing got slower meanwhile?
     best = max(rate for rates in alone.values() for rate in rates)
     for (recipe, samples), got in zip(cases, trained, strict=True):
         print(f"training  {recipe}, {samples:g} samples per step: {got['steps_per_second']:,.0f} steps/s = "
@@ -143,6 +143,7 @@ def main() -> None:
             "samples_per_step": samples,
             "envs": args.envs,
             "groups": args.groups,
+            "threads": threads,
             "alone": alone,
         }
         record("gpu_pong", {**about, "share": got["steps_per_second"] / best, **got})
