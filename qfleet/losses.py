@@ -65,14 +65,26 @@ def categorical_target(
     low, high = support[0], support[-1]
     moved = torch.addcmul(reward.unsqueeze(1), discount.unsqueeze(1), support)  # [B, N]
     position = (moved - low) * ((atoms - 1) / (high - low))  # in units of atoms
+    return project(probs, position) if probs.is_cpu else project_in_order(probs, position)
+
+
+def project(probs: Tensor, position: Tensor) -> Tensor:
+    """Probabilities at positions among the atoms 0 to N - 1 -> those of the atoms; all [B, N]."""
     # The left neighbour is at most the last but one, so a right one always exists. It gets nothing where position is
     # whole, and everything at the top end and beyond.
-    left = position.floor().clamp(0, atoms - 2)
+    left = position.floor().clamp(0, probs.shape[1] - 2)
     right_share = (position - left).clamp(0.0, 1.0)
     index = left.long()
     out = torch.zeros_like(probs)
     out.scatter_add_(1, index, probs * (1.0 - right_share))
     return out.scatter_add_(1, index + 1, probs * right_share)
+
+
+def project_in_order(probs: Tensor, position: Tensor) -> Tensor:
+    """The same on a GPU, where threads that add to one atom come in any order, and each run would have numbers of its own."""
+    atoms = torch.arange(probs.shape[1], device=probs.device)
+    distance = position.clamp(0, len(atoms) - 1).unsqueeze(1) - atoms.unsqueeze(1)  # [B, atom, position]
+    return (1.0 - distance.abs_()).clamp_(min=0.0).mul_(probs.unsqueeze(1)).sum(2)
 
 
 def quantile_target(reward: Tensor, discount: Tensor, next_quantiles: Tensor, next_action: Tensor) -> Tensor:

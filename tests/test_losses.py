@@ -92,7 +92,7 @@ def test_soft_targets_against_loops(rng):
     close(losses.soft_quantile_target(t(reward), t(discount), t(z), t(q), tau).mean(1), scalar)
 
 
-def project(probs, reward, discount, support):
+def projected(probs, reward, discount, support):
     """The projection of the C51 paper (algorithm 1), one atom at a time."""
     out = np.zeros_like(probs)
     step = support[1] - support[0]
@@ -116,8 +116,16 @@ def test_categorical_target_against_the_paper(rng):
     action = np.array([0, 1, 2, 2, 1, 0])
     target = losses.categorical_target(t(reward), t(discount), t(logits), torch.tensor(action), t(support))
     probs = softmax(logits)[np.arange(B), action]
-    close(target, project(probs, reward, discount, support))
+    close(target, projected(probs, reward, discount, support))
     close(target.sum(1), np.ones(B))
+
+
+@pytest.mark.parametrize("project", [losses.project, losses.project_in_order])
+def test_both_projections_by_hand(project):
+    """Beyond the ends, on them, on an atom, between two; and several on one atom."""
+    position = t([[-2.0, 0.0, 1.0, 1.25], [2.5, 3.0, 7.0, 3.0]])
+    probs = t([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
+    close(project(probs, position), [[0.3, 0.6, 0.1, 0.0], [0.0, 0.0, 0.2, 0.8]], tol=1e-7)
 
 
 def one_case(reward, discount, probs, support):

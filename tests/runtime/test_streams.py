@@ -26,7 +26,7 @@ from qfleet.types import Spec
 SMALL = {
     "env.num_envs": 4, "network.hidden": (32, 32), "network.atoms": 11, "replay.capacity": 2000, "replay.min_steps": 100,
     "learner.batch_size": 16, "runtime.steps_per_round": 16, "runtime.lag": 1, "runtime.log_every": 100, "total_steps": 1500,
-    "learner.target_interval": 7, "runtime.eval_every": 0, "runtime.checkpoint_every": 0, "acting.epsilon_steps": 500,
+    "learner.target_interval": 7, "runtime.eval_every": 0, "runtime.checkpoint_every": 0, "acting.epsilon_steps": 500, "device": "cpu",
 }  # fmt: skip
 
 
@@ -94,10 +94,9 @@ def test_streams_are_close_where_kernels_round_otherwise(recipe: str, tmp_path: 
 def test_every_recipe_trains_with_streams_and_resumes(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped and resumed in the middle, with steps in flight, it ends as if it had not been."""
-    config = config_of(
-        recipe, runtime__schedule="streams", runtime__groups=2, total_steps=600, runtime__checkpoint_every=300
-    )
+    """Stopped and resumed in the middle, with steps in flight, it ends as if it had not been. (Where there is a GPU, on it.)"""
+    settings = {"total_steps": 600, "runtime__groups": 2, "runtime__checkpoint_every": 300}
+    config = config_of(recipe, device="auto", runtime__schedule="streams", **settings)
     with Progress(1, "", silent=True) as progress:
         whole = Trainer(config, tmp_path / "whole", progress)
         whole.run()
