@@ -243,20 +243,24 @@ TUNED: dict[tuple[str, str], Settings] = {
     },
 }
 
-# On a GPU, for a family, then for a game. Pong's took it to 18 within 54 to 180 s; with them Breakout stays at 20 to 40, with n = 1 and a
-# lower learning rate it had 47 after 0.7M steps (benchmarks/results/gpu.md).
+# On a GPU, for a family, then for a game. Pong's took it to 18 within 54 to 180 s; with them Breakout stayed at 20 to 40, with the family's it
+# had 117 after 10M steps, and BeamRider 9,200 after 8.9M (benchmarks/results/gpu.md).
 GPU_TUNED: dict[tuple[str, str], Settings] = {
     ("double", "atari"): {
+        "env.num_envs": 256,
+        "runtime.steps_per_round": 1024,
         "learner.batch_size": 128,
         "learner.lr": 1e-4,
+        "learner.lr_schedule": "linear",
         "learner.adam_eps": 1e-6,
         "learner.target_interval": 2_000,
         "replay.samples_per_step": 32.0,
     },
     ("double", "pong"): {
         "total_steps": 3_000_000,
+        "env.num_envs": 128,
+        "runtime.steps_per_round": 512,
         "learner.lr": 4e-4,
-        "learner.lr_schedule": "linear",
         "learner.adam_eps": 1.5e-4,
         "learner.n_step": 3,
         "acting.epsilon_steps": 80_000,
