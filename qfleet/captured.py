@@ -93,7 +93,7 @@ class CapturedLearner(Learner):
         self._lr.fill_(self.lr)
         self._beta.fill_(beta)
         if self._agrees:
-            self._agree(updates)
+            updates = self._agree(updates)
         else:
             self._queue(updates)
         now, before = self._reports
@@ -111,16 +111,20 @@ class CapturedLearner(Learner):
                 if self._target_low is not None:
                     self._target_low.copy_(self.target.data)
 
-    def _agree(self, updates: int) -> None:
+    def _agree(self, updates: int) -> int:
+        """-> how many it made itself."""
         assert self._step is not None and self.sync is not None
         self.moved()
-        self._counter.fill_(self.updates)
-        for _ in range(updates):
+        made, end = 0, self.updates + updates
+        while self.updates < end:
+            made += 1
+            self._counter.fill_(self.updates)
             self.began = time.perf_counter()
             self._step()
             with torch.no_grad():
                 self.sync(self.grad, self.batch_size)
             self.moved()
+        return made
 
     def flush(self) -> Learned | None:
         return self._read(self._reports[1])

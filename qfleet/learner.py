@@ -201,11 +201,12 @@ class Learner:
 
     @torch.no_grad()
     def learn(self, source: Source, updates: int, beta: float = 1.0) -> Learned:
-        """Sample, differentiate and apply, `updates` (at least one) times.
+        """Sample, differentiate and apply, `updates` (at least one) times; fewer where other learners have made some of them.
 
         Batches are sampled, and their targets computed, for several updates at once where nothing in them can change.
         """
         total_loss: Tensor | float = 0.0
+        made = 0
         size, interval, end = self.batch_size, self.config.learner.target_interval, self.updates + updates
         self.began = time.perf_counter()
         together = self._target_batches * size
@@ -226,9 +227,13 @@ class Learner:
                     else:
                         self.sync(grad, size)
                     source.update_priorities(batch.id, priority)
-                    total_loss = total_loss + loss
+                    total_loss, made = total_loss + loss, made + 1
+                    if self.updates >= end:
+                        break
+                if self.updates >= end:
+                    break
         q = self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean()
-        return Learned(float(total_loss), q.item(), updates)
+        return Learned(float(total_loss), q.item(), made)
 
     def flush(self) -> Learned | None:
         """What was done and not yet told: nothing here; on a device `learn` tells it one call later."""

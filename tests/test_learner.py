@@ -188,6 +188,21 @@ def test_a_target_network_that_others_freeze_counts_from_the_next_update() -> No
     torch.testing.assert_close(whole.flat.data, single.flat.data, rtol=1e-5, atol=1e-6)
 
 
+def test_updates_that_others_made_are_not_made_again() -> None:
+    """Whatever was sampled for them: not one more than is due, and only its own are told."""
+    learner, source = Learner(config(learner__target_interval=100), SPEC, CPU), Batches(8)
+    counts: list[int] = []
+
+    def agree(grad: torch.Tensor, samples: int) -> None:
+        counts.append(learner.updates)
+        learner.updates += 4 if learner.updates == 3 else 1  # three without this one
+
+    learner.sync = agree
+    learned = learner.learn(source, 10)
+    assert counts == [0, 1, 2, 3, 7, 8, 9] and learned.updates == len(source.priorities) == 7
+    assert learner.updates == 10
+
+
 def test_polyak_target() -> None:
     learner = Learner(config(learner__tau=0.25, learner__target_interval=1), SPEC, CPU)
     before = learner.target.data.clone()

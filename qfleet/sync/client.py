@@ -69,6 +69,9 @@ class Client:
         self._sequence = 0
         self._pushed = 0  # bytes of the last push
         self._work, self._batch = Work(), 0
+        sync = config.sync
+        # In modes with a barrier: updates behind a version.
+        self._per_version = (1 if sync.mode in GRADIENT_MODES else sync.local_steps) if sync.mode in BARRIER_MODES else 0
         self.joined = False
         self.traffic = Traffic()
         self._connect()
@@ -85,8 +88,7 @@ class Client:
         learner.flat.data.copy_(self._params)
         learner.target.data.copy_(self._target)
         sync, c = self._config.sync, self._config.learner
-        if sync.mode in BARRIER_MODES:  # as many updates as those who were here before
-            learner.updates = self.version * (1 if sync.mode in GRADIENT_MODES else sync.local_steps)
+        learner.updates = self._counted(learner.updates)  # as many as those who were here before
         if sync.mode not in GRADIENT_MODES:
             self._local = Local(sync, c.target_interval, self._config.learners, learner.flat.data, self)
         learner.batch_size = self._batch or learner.batch_size
@@ -98,7 +100,16 @@ class Client:
                 self._gradient(learner, grad, samples)
             else:
                 self._local.step(learner, grad, samples)
+        if (counted := self._counted(learner.updates)) != learner.updates:
+            learner.updates = counted
+            learner.target.data.copy_(self._target)
         learner.batch_size = self._batch or learner.batch_size
+
+    def _counted(self, updates: int) -> int:
+        """Where learners wait for each other, versions are what they count: one that others made without this learner (it was late, or
+        forgotten) is not owed by it, and it would wait for ever for those who do not owe it either."""
+        each = self._per_version
+        return self.version * each + updates % each if each else updates
 
     def _gradient(self, learner: Learner, grad: Tensor, samples: int) -> None:
         before = self._position.target_version

@@ -34,6 +34,17 @@ def test_modes_train(ray: None, mode: str, schedule: str, tmp_path: Path) -> Non
     assert sum(value for name, value in rows[-1].items() if name.startswith("sync/stale_")) == pytest.approx(1.0)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("schedule", ["pipelined", "streams"])
+def test_who_is_late_does_not_hold_up_the_others(ray: None, schedule: str, tmp_path: Path) -> None:
+    """Three learners, and two are waited for: rounds end for all, whoever missed whose updates."""
+    settings = {"learners": 3, "env__num_envs": 6, "sync__backup": 1, "runtime__schedule": schedule, "runtime__lag": 1}
+    run = trained(tmp_path / "run", "sync", sync__transport="server", **settings)
+    rows = [row for row in run.metrics if "train/loss" in row]
+    assert run.stop_reason == "total_steps" and rows[-1]["step"] >= 3000
+    assert rows[-1]["train/n_updates"] == pytest.approx(2800 * 8 / (16 * 3), rel=0.15)  # as many as with one learner
+
+
 def test_a_ray_of_its_own_gives_learners_the_priority_of_this_process(tmp_path: Path) -> None:
     """As Ray does it, other programs would leave them nothing. (In a process of its own: this one has a cluster.)"""
     script = f"""

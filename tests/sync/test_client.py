@@ -21,6 +21,7 @@ from qfleet.sync.shard import Copy, Position, ranges
 from qfleet.sync.wire import Connection, Listener, Peer, WireError
 
 CLOCKS = 100
+LIMIT = 60.0  # seconds, where somebody may wait for ever
 
 
 class Pupil:
@@ -122,24 +123,34 @@ def running(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
         each.close()
 
 
+def at_once(run: Callable[[int, Pupil], None], pupils: Sequence[Pupil]) -> None:
+    """Each in a thread. Those that hang end when the fixture closes their connections."""
+    pool = ThreadPoolExecutor(len(pupils))
+    futures = [pool.submit(run, worker, pupil) for worker, pupil in enumerate(pupils)]
+    pool.shutdown(wait=False)
+    for future in futures:
+        future.result(LIMIT)
+
+
 def work(running: Running, workers: int, clocks: int = CLOCKS) -> list[Pupil]:
     """All workers at once, each in a thread, on the fixed batches."""
     problem = Problem(torch.float32)
-    pupils = [Pupil(running.config, SIZE) for _ in range(workers)]
-    clients = [running.client(worker) for worker in range(workers)]
-    for client, pupil in zip(clients, pupils, strict=True):
-        client.attach(pupil)  # type: ignore[arg-type]
+    _, pupils = joined(running, workers)
 
-    def run(worker: int) -> None:
-        pupil = pupils[worker]
+    def run(worker: int, pupil: Pupil) -> None:
         for clock in range(clocks):
             rows = pupil.batch_size
             pupil.sync(problem.worker_grad(pupil.parameters, worker, clock, rows), rows)
 
-    with ThreadPoolExecutor(workers) as pool:
-        for future in [pool.submit(run, worker) for worker in range(workers)]:
-            future.result()
+    at_once(run, pupils)
     return pupils
+
+
+def joined(on: Running, workers: int) -> tuple[list[Client], list[Pupil]]:
+    clients, pupils = [on.client(w) for w in range(workers)], [Pupil(on.config, SIZE) for _ in range(workers)]
+    for client, pupil in zip(clients, pupils, strict=True):
+        client.attach(pupil)  # type: ignore[arg-type]
+    return clients, pupils
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -234,24 +245,45 @@ def test_a_worker_that_leaves_does_not_hold_up_the_others(running: Callable[...,
     assert torch.equal(again.parameters, on.params) and back.version == 1
 
 
-def test_a_worker_that_the_server_has_forgotten_joins_again(running: Callable[..., Running]) -> None:
-    """As after a restart at which it did not answer: nobody waits for ever, and all end with the same parameters."""
-    on = running("sync", 2)
-    problem, pupils, clients = Problem(torch.float32), [Pupil(on.config, SIZE) for _ in range(3)], [on.client(w) for w in range(3)]  # fmt: skip
-    for client, pupil in zip(clients, pupils, strict=True):
-        client.attach(pupil)  # type: ignore[arg-type]
-    on.call(on.servers[0].leave(1)).result()
+def update(pupils: Sequence[Pupil], until: int) -> None:
+    """All of them at once, until they have that many updates."""
+    problem = Problem(torch.float32)
 
-    def run(worker: int) -> None:
-        for clock in range(CLOCKS):
-            pupils[worker].sync(problem.worker_grad(pupils[worker].parameters, worker, clock, BATCH), BATCH)
+    def run(worker: int, pupil: Pupil) -> None:
+        while pupil.updates < until:
+            pupil.sync(problem.worker_grad(pupil.parameters, worker, pupil.updates, BATCH), BATCH)
 
-    with ThreadPoolExecutor(3) as pool:
-        for future in [pool.submit(run, worker) for worker in range(3)]:
-            future.result()
-    assert on.servers[0].policy.clocks.keys() == {0, 1, 2} and on.servers[0].shard.version == CLOCKS
+    at_once(run, pupils)
+
+
+@pytest.mark.parametrize(("mode", "each"), [("sync", 1), ("localsgd", 5)])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_worker_that_the_server_has_forgotten_joins_again(
+    running: Callable[..., Running], mode: str, each: int, ahead: int
+) -> None:
+    """As after a restart at which it did not answer, while the others made some versions: nobody waits for ever, and all end with the same parameters."""
+    on = running(mode, 2, local_steps=5)
+    clients, pupils = joined(on, 3)
+    on.call(on.servers[0].leave(2)).result()
+    update(pupils[:2], ahead * each)
+    update(pupils, CLOCKS)
+    assert on.servers[0].policy.clocks.keys() == {0, 1, 2} and on.servers[0].shard.version == CLOCKS // each
     assert all(torch.equal(pupil.parameters, on.params) and pupil.updates == CLOCKS for pupil in pupils)
-    assert clients[1].traffic.counts()["sync/rejected"] <= 1
+    assert torch.equal(pupils[2].target.data, pupils[0].target.data)
+    assert clients[2].traffic.counts()["sync/rejected"] <= 1
+
+
+def test_a_backup_worker_that_is_late_is_not_owed_what_it_missed(running: Callable[..., Running]) -> None:
+    """Two go on without the third; its push comes too late, and it goes on from where they are."""
+    on = running("sync", 2, backup=1)
+    clients, pupils = joined(on, 3)
+    update(pupils[:2], 3)
+    pupils[2].sync(torch.ones(SIZE), BATCH)
+    assert on.servers[0].rejected == {"it came after the commit of its clock": 1}
+    assert pupils[2].updates == clients[2].version == 3
+    assert all(torch.equal(pupil.parameters, on.params) for pupil in pupils)
+    update(pupils, CLOCKS)
+    assert [pupil.updates for pupil in pupils] == [CLOCKS] * 3 and on.servers[0].shard.version == CLOCKS
 
 
 def test_who_connects_while_a_server_closes_is_told() -> None:
