@@ -326,6 +326,10 @@ class SyncConfig:
             raise ConfigError(
                 f"sync.mode {self.mode} needs a server (nobody waits for anybody, so there is nothing to reduce together): use --sync.transport server or auto."
             )
+        if self.backup and (self.mode not in BARRIER_MODES or self.transport == "allreduce"):
+            raise ConfigError(
+                f"sync.backup is {self.backup}, but only learners that wait for each other at a server can go on without somebody: leave it out, or use sync, localsgd, diloco or admm on Ray without --sync.transport allreduce."
+            )
         if self.codec == "powersgd" and self.over == "server":
             raise ConfigError(
                 "sync.codec powersgd compresses whole matrices, which server shards do not have: use --sync.transport allreduce (with a mode that allows it), or another codec."

@@ -209,6 +209,10 @@ def check(config: Config, size: int) -> None:
         raise ConfigError(
             f"sync.mode {config.sync.mode} over a server is for learners on Ray (--learners {size}, without a launcher). Under one use sync, localsgd, diloco, admm, or easgd with --sync.transport allreduce."
         )
+    if config.sync.backup:
+        raise ConfigError(
+            f"sync.backup is {config.sync.backup}, which needs a server: use learners on Ray (--learners {size}, without a launcher), or leave it out."
+        )
     check_division(config, size)
 
 
@@ -220,6 +224,10 @@ def check_division(config: Config, size: int) -> None:
         )
     if config.sync.weights and len(config.sync.weights) != size:
         raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")
+    if config.sync.backup >= size:
+        raise ConfigError(
+            f"sync.backup is {config.sync.backup}, but of {size} learners at least one must be waited for: use {size - 1} at most."
+        )
     recorded = kind_of(config.device) == "cuda" or config.runtime.schedule == "streams"
     if recorded and (config.sync.balance or config.sync.weights):
         raise ConfigError(

@@ -71,7 +71,9 @@ class Client:
         self._work, self._batch = Work(), 0
         sync = config.sync
         # In modes with a barrier: updates behind a version.
-        self._per_version = (1 if sync.mode in GRADIENT_MODES else sync.local_steps) if sync.mode in BARRIER_MODES else 0
+        self._per_version = (
+            (1 if sync.mode in GRADIENT_MODES else sync.local_steps) if sync.mode in BARRIER_MODES else 0
+        )
         self.joined = False
         self.traffic = Traffic()
         self._connect()

@@ -147,6 +147,12 @@ def test_bad_input(tmp_path: Path) -> None:
         trained(tmp_path / "run", "sync", sync__servers=200)
     with pytest.raises(ConfigError, match=r"sync\.weights has 3 numbers, but there are 2 learners"):
         trained(tmp_path / "run", "sync", sync__weights=(1.0, 2.0, 3.0))
+    with pytest.raises(
+        ConfigError, match=r"sync\.backup is 2, but of 2 learners at least one must be waited for: use 1"
+    ):
+        trained(tmp_path / "run", "sync", sync__backup=2)
+    with pytest.raises(ConfigError, match=r"sync\.backup is 1, but only learners that wait for each other at a server"):
+        trained(tmp_path / "run", "ssp", sync__backup=1)
     with pytest.raises(ConfigError, match="updates are recorded for one size"):
         trained(tmp_path / "run", "sync", sync__balance=True, runtime__schedule="streams", runtime__lag=1)
     with pytest.raises(ConfigError, match="Ray gives every learner its GPU"):

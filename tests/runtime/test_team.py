@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import qfleet
-from qfleet.config import ConfigError
+from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint, metrics
+from qfleet.runtime.team import check
 
 SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--seed", "3", "--device", "cpu",
             "--network.hidden", "32,32", "--replay.min-steps", "200", "--learner.batch-size", "16", "--runtime.eval-every", "0",
@@ -165,6 +166,19 @@ def test_the_schedule_of_a_gpu_gives_the_same_numbers(tmp_path: Path) -> None:
     assert plain["updates"] == ours["updates"] > 100
     for what in ("model", "target"):
         assert all((ours[what][name] == value).all() for name, value in plain[what].items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sync.mode": "ssp"}, r"sync\.mode ssp over a server is for learners on Ray \(--learners 2"),
+        ({"sync.backup": 1}, r"sync\.backup is 1, which needs a server: use learners on Ray \(--learners 2"),
+        ({"learners": 3}, "learners is 3, but the launcher started 2 processes"),
+    ],
+)
+def test_what_needs_ray_is_refused_under_a_launcher(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(override(Config(), settings), 2)
 
 
 def test_learners_that_were_not_started_alike_refuse(tmp_path: Path) -> None:
