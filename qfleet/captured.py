@@ -115,10 +115,11 @@ class CapturedLearner(Learner):
         """-> how many it made itself."""
         assert self._step is not None and self.sync is not None
         self.moved()
-        made, end = 0, self.updates + updates
+        made, end, next_one = 0, self.updates + updates, -1
         while self.updates < end:
-            made += 1
-            self._counter.fill_(self.updates)
+            if self.updates != next_one:  # others made some
+                self._counter.fill_(self.updates)
+            made, next_one = made + 1, self.updates + 1
             self.began = time.perf_counter()
             self._step()
             with torch.no_grad():

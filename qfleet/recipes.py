@@ -244,7 +244,7 @@ TUNED: dict[tuple[str, str], Settings] = {
 }
 
 # On a GPU, for a family, then for a game. Pong's took it to 18 within 54 to 180 s; with them Breakout stayed at 20 to 40, with the family's it
-# had 117 after 10M steps, and BeamRider 9,200 after 8.9M (benchmarks/results/gpu.md).
+# had 117 after 10M steps, and BeamRider 8,620 after 7.5M (benchmarks/results/gpu.md).
 GPU_TUNED: dict[tuple[str, str], Settings] = {
     ("double", "atari"): {
         "env.num_envs": 256,

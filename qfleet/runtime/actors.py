@@ -147,13 +147,15 @@ class ServerActor:
     async def catch_up(self, commits: Sequence[Commit]) -> None:
         self._server.catch_up(commits)
 
-    async def restore(self, state: State, part: Copy, position: Position, members: Mapping[int, int]) -> None:
+    async def restore(
+        self, state: State, part: Copy, position: Position, workers: Mapping[int, tuple[int, bool]]
+    ) -> None:
         """In the place of one that was lost: with its state of some time ago, if there is one, and a newer copy."""
         if state:
             self._server.load_state(tensors(state))
             if part.position.version < state["version"] <= position.version:
                 part = self._server.shard.copy()
-        self._server.restore(part, position, members)
+        self._server.restore(part, position, workers)
 
     async def load(self, state: State) -> None:
         self._server.load_state(tensors(state))

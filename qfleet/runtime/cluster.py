@@ -91,6 +91,7 @@ class Fleet:
         self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
         self._absent: set[int] = set()  # those that Ray seems to have no room for
         self._values: dict[int, dict[str, float]] = {}
+        self._versions: dict[int, int] = {}  # that learners said they have
         self._episodes = 0.0  # of learners that were replaced
         self._then: dict[int, dict[str, float]] = {}  # clocks at the last line of metrics
 
@@ -221,6 +222,7 @@ class Fleet:
             if report.clock:
                 self._values[report.rank] = report.values
                 self._clocks[report.rank] = report.clock
+            self._versions[report.rank] = report.version
             self._expected.pop(report.rank, None)
             if report.rank in self._absent:
                 self._absent.remove(report.rank)
@@ -235,7 +237,7 @@ class Fleet:
         """Replace who died or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
         ray = self._ray
         if self.servers is not None:
-            self.servers.look_after()
+            self.servers.look_after(self._versions)
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])
         )
@@ -263,10 +265,11 @@ class Fleet:
         self._ray.kill(self._learners[rank])
         self._meeting.at_hub(lambda hub: hub.leave(rank))
         if self.servers is not None:
-            self.servers.client.leave(rank)
+            self.servers.client.leave(rank, self._incarnations[rank] + 1)
         if rank in self._clocks:
             self._ended.append(self._clocks.pop(rank))
         self._then.pop(rank, None)
+        self._versions.pop(rank, None)
         self._episodes += self._values.pop(rank, {}).get("rollout/episodes", 0.0)
         self._running = {ref: r for ref, r in self._running.items() if r != rank}
         self._incarnations[rank] += 1
@@ -294,10 +297,10 @@ class Fleet:
                 answers[asked[ref]] = self._ray.get(ref)
         return answers
 
-    def _members(self) -> dict[int, int]:
-        """Learners that take part in updates, and their incarnations."""
+    def _members(self) -> dict[int, tuple[int, bool]]:
+        """Of every learner: its incarnation, and does it take part in updates?"""
         joined = self._living(lambda learner: learner.joined.remote())
-        return {rank: self._incarnations[rank] for rank in sorted(joined) if joined[rank]}
+        return {rank: (number, bool(joined.get(rank))) for rank, number in enumerate(self._incarnations)}
 
     def _freshest(self, mine: Copy) -> Copy:
         """The newest parameters that a learner has, if they are newer than mine."""
@@ -420,6 +423,10 @@ def check(config: Config) -> None:
     if config.sync.transport == "allreduce" and config.sync.balance:
         raise ConfigError(
             "sync.balance on Ray needs servers, which measure how fast everybody is: add --sync.transport server."
+        )
+    if config.sync.backup >= config.learners:
+        raise ConfigError(
+            f"sync.backup is {config.sync.backup}, but of {config.learners} learners at least one must be waited for: use {config.learners - 1} at most."
         )
     check_division(config, config.learners)
     if config.device not in ("auto", "cpu", "cuda"):

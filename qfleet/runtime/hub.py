@@ -4,6 +4,7 @@ It runs on a thread of the supervisor, so it lasts as long as the run; learners 
 
 | who              | waits for                                          | unblocked by                                       |
 |------------------|----------------------------------------------------|----------------------------------------------------|
+| `join`           | a checkpoint that is being written                 | the supervisor, when it is complete                |
 | `report`         | in modes with a barrier: all live learners to      | their reports, or the supervisor, which removes    |
 |                  | report the round; else nothing                     | those that are dead or silent                      |
 | `saved`          | the supervisor's own part of the checkpoint        | it, or the end of the run                          |
@@ -42,6 +43,7 @@ class Report(NamedTuple):
     values: dict[str, float]
     clock: dict[str, float]
     group: str = READY  # all-reduce: can it take part in updates?
+    version: int = -1  # of the parameters it has
 
 
 class Orders(NamedTuple):
@@ -79,6 +81,7 @@ class Hub:
         self.ended: set[int] = set()  # live learners that have come to their end
         self._final = False  # the final checkpoint is wanted
         self._epoch, self._addresses = 0, list[Address]()
+        self._grouped: list[tuple[int, int]] = []  # members of the newest group, and their incarnations
         self.complaints = 0  # learners that wait for other servers
 
     # --- learners --------------------------------------------------------------------------------------------------
@@ -110,11 +113,14 @@ class Hub:
         return {f.__name__: f for f in (join, beat, report, last, saved, where)}
 
     async def join(self, rank: int, incarnation: int, identity: list[str]) -> tuple[int, int]:
-        """-> the round to begin with, and the checkpoint that it comes too late for."""
+        """-> the round to begin with, and the checkpoint that it comes too late for. While that one is written, nobody may change what the
+        servers have, since it is read from one after the other."""
         for mine, its, what in zip(self._identity, identity, ("qfleet", "config"), strict=True):
             if mine != its:
                 hint = "Install the same version everywhere." if what == "qfleet" else "Start it with this run's."
                 raise ValueError(f"learner {rank} has {what} {its}, this run {mine}: it cannot join. {hint}")
+        while self._wanted.save > self._complete:
+            await self._changed.wait()
         if rank in self.live:
             self.leave(rank)
         self.live[rank], self._beats[rank] = incarnation, time.monotonic()
@@ -177,12 +183,15 @@ class Hub:
 
     def _group(self) -> tuple[int, list[int]]:
         """Another one when somebody left or can take part now, or when the one there is cannot go on."""
-        epoch, before = self._orders.epoch, list(self._orders.members)
         ready = sorted(
-            r for r in self.live if r not in self.ended and r in self._newest and self._newest[r].group != WAITING
+            (r, incarnation)
+            for r, incarnation in self.live.items()
+            if r not in self.ended and r in self._newest and self._newest[r].group != WAITING
         )
-        broken = any(self._newest[r].group == BROKEN for r in ready)
-        return (epoch + 1, ready) if broken or ready != before else (epoch, before)
+        broken = any(self._newest[r].group == BROKEN for r, _ in ready)
+        changed = broken or ready != self._grouped
+        self._grouped = ready
+        return self._orders.epoch + changed, [r for r, _ in ready]
 
     def _wake(self) -> None:
         self._changed.set()

@@ -113,7 +113,7 @@ class Member(Alone):
         self._learned, self._values, self._clock = added(self._learned, learned), values, clock
 
     def _report(self, steps: int) -> Report:
-        told = (self._learned, self._values, self._clock, self._fit(steps))
+        told = (self._learned, self._values, self._clock, self._fit(steps), self.version)
         self._round, self._learned = self._round + 1, None
         return Report(self.rank, self._incarnation, self._round - 1, steps, *told)
 

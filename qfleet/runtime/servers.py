@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qfleet.config import Config
+from qfleet.config import BARRIER_MODES, Config
 from qfleet.runtime.actors import ServerActor
 from qfleet.runtime.hub import Meeting
 from qfleet.runtime.team import TeamError
@@ -28,8 +28,8 @@ SPREAD = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
 
 class Servers:
-    """`freshest`: the newest parameters that a learner has, if they are newer than these. `members`: learners that take part in updates, and
-    their incarnations. `make_room` for a new server, if the cluster is full. `say` at once what all wait for."""
+    """`freshest`: the newest parameters that a learner has, if they are newer than these. `members`: of every learner, its incarnation, and does
+    it take part in updates? `make_room` for a new server, if the cluster is full. `say` at once what all wait for."""
 
     kind: type[ServerActor] = ServerActor
 
@@ -41,7 +41,7 @@ class Servers:
         token: str,
         meeting: Meeting,
         freshest: Callable[[Copy], Copy],
-        members: Callable[[], Mapping[int, int]],
+        members: Callable[[], Mapping[int, tuple[int, bool]]],
         make_room: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
@@ -55,6 +55,7 @@ class Servers:
         self._blank: set[int] = set()  # servers that were made anew and have nothing yet
         self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
         self._asked_at = time.monotonic()
+        self._said: dict[int, int] = {}  # versions that learners had when they were asked for
         self.notes: list[str] = []  # what the user should know
         self._connect()
         self.client = Client(config, -1, 0, len(initial), self._find, token, config.sync.heartbeat)
@@ -82,13 +83,14 @@ class Servers:
 
     # --- looking after them --------------------------------------------------------------------------------------------
 
-    def look_after(self) -> None:
+    def look_after(self, versions: Mapping[int, int] | None = None) -> None:
+        """`versions` that learners say they have."""
         ended, _ = self._ray.wait(self._serving, timeout=0)
         if ended or self._meeting.at_hub(lambda hub: hub.complaints):
             self.repair()
-        self._take_snapshots()
+        self._take_snapshots(versions or {})
 
-    def _take_snapshots(self) -> None:
+    def _take_snapshots(self, versions: Mapping[int, int]) -> None:
         """Of their states, from time to time, without waiting for them. One that does not answer is killed."""
         now, ray, waited = time.monotonic(), self._ray, time.monotonic() - self._asked_at
         done, late = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
@@ -100,8 +102,19 @@ class Servers:
             for ref in late:
                 ray.kill(self.actors[self._asked.pop(ref)])
         elif not late and waited > SNAPSHOT:
+            ahead = [rank for rank, its in self._said.items() if its > self._snapshots[0].get("version", its)]
             self._asked = {server.state.remote(): i for i, server in enumerate(self.actors)}
-            self._asked_at = now
+            self._asked_at, self._said = now, dict(versions)
+            self._let_go(ahead)
+
+    def _let_go(self, ahead: Sequence[int]) -> None:
+        """Servers that were restored may have an older version than a learner that has made all updates of its round: it waits for the others at the
+        hub, and they for it at the servers. It is not waited for until it joins again."""
+        for rank in ahead if self._config.sync.mode in BARRIER_MODES else ():
+            self.client.leave(rank)
+            self.notes.append(
+                f"learner {rank} had a newer version than the servers, which were restored: it joins again"
+            )
 
     def repair(self) -> None:
         began = time.monotonic()
@@ -149,7 +162,7 @@ class Servers:
             )
         if dead:
             self._serving = [server.serve.remote() for server in self.actors]
-            self._asked = {}
+            self._asked, self._said = {}, {}
         self._connect()
         return lost
 

@@ -224,10 +224,6 @@ def check_division(config: Config, size: int) -> None:
         )
     if config.sync.weights and len(config.sync.weights) != size:
         raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")
-    if config.sync.backup >= size:
-        raise ConfigError(
-            f"sync.backup is {config.sync.backup}, but of {size} learners at least one must be waited for: use {size - 1} at most."
-        )
     recorded = kind_of(config.device) == "cuda" or config.runtime.schedule == "streams"
     if recorded and (config.sync.balance or config.sync.weights):
         raise ConfigError(

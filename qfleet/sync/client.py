@@ -70,7 +70,7 @@ class Client:
         self._pushed = 0  # bytes of the last push
         self._work, self._batch = Work(), 0
         sync = config.sync
-        # In modes with a barrier: updates behind a version.
+        # In modes with a barrier: updates behind a version. In others 0.
         self._per_version = (
             (1 if sync.mode in GRADIENT_MODES else sync.local_steps) if sync.mode in BARRIER_MODES else 0
         )
@@ -87,9 +87,10 @@ class Client:
     def attach(self, learner: Learner) -> None:
         """The learner joins: it takes the servers' parameters, and agrees with them from now on."""
         self._batch = self._join().batch
-        learner.flat.data.copy_(self._params)
-        learner.target.data.copy_(self._target)
         sync, c = self._config.sync, self._config.learner
+        learner.flat.data.copy_(self._params)
+        # Where learners train alone, the target network is a copy of the centre.
+        learner.target.data.copy_(self._target if sync.mode in GRADIENT_MODES else self._params)
         learner.updates = self._counted(learner.updates)  # as many as those who were here before
         if sync.mode not in GRADIENT_MODES:
             self._local = Local(sync, c.target_interval, self._config.learners, learner.flat.data, self)
@@ -104,7 +105,8 @@ class Client:
                 self._local.step(learner, grad, samples)
         if (counted := self._counted(learner.updates)) != learner.updates:
             learner.updates = counted
-            learner.target.data.copy_(self._target)
+            if self._local is not None:  # it may have missed the turn of its target network, too
+                learner.target.data.copy_(self._params)
         learner.batch_size = self._batch or learner.batch_size
 
     def _counted(self, updates: int) -> int:
@@ -134,9 +136,10 @@ class Client:
         self._try(lambda: self._take(self._ask("newest", [self._position.target_version])))
         return self._params
 
-    def leave(self, worker: int | None = None) -> None:
-        """Nobody waits for this worker, or another one, any more."""
-        self._try(lambda: self._servers[0]("leave", [self._worker if worker is None else worker]).receive())
+    def leave(self, worker: int | None = None, successor: int = 0) -> None:
+        """Nobody waits for this worker, or another one, any more. Incarnations before its successor cannot join again."""
+        who = self._worker if worker is None else worker
+        self._try(lambda: self._servers[0]("leave", [who, successor]).receive())
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -203,7 +206,7 @@ class Client:
         base = self.version
         reply = self._offer(messages, samples, lr, worked)
         if reply.why_not == UNKNOWN and self.joined:  # by a server that was restored, and had not heard of this worker
-            self._join()
+            reply = reply._replace(batch=self._join().batch)
             if self.version == base:  # others have not gone on without it
                 reply = self._offer(messages, samples, lr, worked)
         self._batch = reply.batch

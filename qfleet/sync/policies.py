@@ -72,17 +72,17 @@ class Policy(Protocol):
 
     def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None: ...
     def join(self, worker: int, incarnation: int = 0) -> None: ...
-    def leave(self, worker: int) -> list[Commit]: ...
+    def leave(self, worker: int, successor: int = 0) -> list[Commit]: ...
     def pause(self, worker: int) -> None: ...
     def offer(self, push: Push, now: float = 0.0) -> Outcome: ...
     def tick(self, now: float) -> list[Commit]: ...
     def ready(self, worker: int) -> bool: ...
 
 
-def make(config: SyncConfig, batch_size: int, target_interval: int) -> Policy:
+def make(config: SyncConfig, batch_size: int, target_interval: int, workers: int = 1) -> Policy:
     """The policy of a mode. `batch_size`: samples a worker usually has behind a push. `target_interval`: clocks."""
     if config.mode in ("sync", "localsgd", "diloco", "admm"):
-        return Barrier(target_interval, config.backup)
+        return Barrier(target_interval, workers - config.backup if config.backup else None)
     if config.mode == "window":
         return Window(target_interval, config.window, config.window_ms / 1e3, batch_size)
     if config.mode == "easgd":
@@ -109,8 +109,11 @@ class _Base:
         self.version, self.progress, self._seen = version, progress, dict(applied)
 
     def join(self, worker: int, incarnation: int = 0) -> None:
-        """It begins where the slowest is; a new incarnation makes pushes of the old one void."""
-        if self._seen.get(worker, (-1, -1))[0] < incarnation:
+        """It begins where the slowest is; a new incarnation makes the old one void."""
+        newest, _ = self._seen.get(worker, (-1, -1))
+        if incarnation < newest:
+            raise ValueError(f"learner {worker} was replaced by a newer one: it cannot join")
+        if newest < incarnation:
             self._seen[worker] = (incarnation, -1)
         others = [clock for w, clock in self.clocks.items() if w != worker]
         own = self.clocks.get(worker, 0) if worker in self._paused else 0
@@ -121,10 +124,13 @@ class _Base:
         """It still takes part, but nobody waits for it until it joins again."""
         self._paused.add(worker)
 
-    def leave(self, worker: int) -> list[Commit]:
-        """It takes no part any more; what it pushed before stays. -> commits that waited for it alone."""
+    def leave(self, worker: int, successor: int = 0) -> list[Commit]:
+        """It takes no part any more; what it pushed before stays. -> commits that waited for it alone. Incarnations before its
+        `successor` are void: a process that was given up may live for a while, and join again."""
         self.clocks.pop(worker, None)
         self._paused.discard(worker)
+        if self._seen.get(worker, (-1, -1))[0] < successor:
+            self._seen[worker] = (successor, -1)
         return []
 
     def tick(self, now: float) -> list[Commit]:
@@ -172,14 +178,14 @@ class _Base:
 
 
 class Barrier(_Base):
-    """One push of everybody. A push belongs to the clock that its base version begins."""
+    """One push of everybody, or as many as are `enough`. A push belongs to the clock that its base version begins."""
 
-    def __init__(self, target_interval: int, backup: int = 0) -> None:
+    def __init__(self, target_interval: int, enough: int | None = None) -> None:
         super().__init__(target_interval)
-        self._backup, self._pending = backup, dict[int, Push]()
+        self._enough, self._pending = enough, dict[int, Push]()
 
-    def leave(self, worker: int) -> list[Commit]:
-        super().leave(worker)
+    def leave(self, worker: int, successor: int = 0) -> list[Commit]:
+        super().leave(worker, successor)
         return self._if_complete()
 
     def ready(self, worker: int) -> bool:
@@ -194,8 +200,8 @@ class Barrier(_Base):
 
     def _if_complete(self) -> list[Commit]:
         """Those who left may have pushed before."""
-        missing = sum(worker not in self._pending for worker in self.clocks)
-        if not self._pending or missing > self._backup:
+        all_there = self.clocks.keys() <= self._pending.keys()
+        if not self._pending or not (all_there or (self._enough is not None and len(self._pending) >= self._enough)):
             return []
         pushes = [self._pending[worker] for worker in sorted(self._pending)]  # in one order, whoever came first
         self._pending.clear()
@@ -259,8 +265,8 @@ class Window(_Base):
         self._pending.append(push)
         return self._close() if self._full() else self.tick(now)
 
-    def leave(self, worker: int) -> list[Commit]:
-        super().leave(worker)
+    def leave(self, worker: int, successor: int = 0) -> list[Commit]:
+        super().leave(worker, successor)
         return self._close() if self._pending and self._full() else []
 
     def _full(self) -> bool:

@@ -79,7 +79,8 @@ class Server:
         sync = config.sync
         self._forward = forward
         self.shard = Shard(config, torch.from_numpy(initial.copy()))
-        self.policy = policies.make(sync, config.learner.batch_size, config.learner.target_interval)
+        c = config.learner
+        self.policy = policies.make(sync, c.batch_size, c.target_interval, config.learners)
         balanced = sync.balance or sync.weights
         self._balance = Balance(config.learner.batch_size, sync.weights) if balanced else None
         self._codec = codecs.make(sync, len(initial), 0, 0)  # to decode: no state
@@ -154,8 +155,8 @@ class Server:
         self.policy.join(worker, incarnation)
         return self._reply(self.shard.version, -1)._replace(batch=self._batch_of(worker))
 
-    async def leave(self, worker: int) -> None:
-        await self._act(self.policy.leave(worker), [])
+    async def leave(self, worker: int, successor: int = 0) -> None:
+        await self._act(self.policy.leave(worker, successor), [])
 
     async def exchange(
         self, push: Push, message: Array, target_version: int, samples: float = 0.0, seconds: float = 0.0
@@ -203,12 +204,14 @@ class Server:
                 self.shard.commit(commit)
         self._forget()
 
-    def restore(self, copy: Copy, position: Position, members: Mapping[int, int]) -> None:
-        """Begin with a copy, as if it were of that position. `members`: workers that take part, and their incarnations."""
+    def restore(self, copy: Copy, position: Position, workers: Mapping[int, tuple[int, bool]]) -> None:
+        """Begin with a copy, as if it were of that position. `workers`: their incarnations, and do they take part?"""
         self.shard.move(copy, position)
         self.policy.restore(position.version, position.progress, position.applied)
-        for worker, incarnation in members.items():
-            self.policy.join(worker, incarnation)
+        for worker, (incarnation, takes_part) in workers.items():
+            self.policy.leave(worker, incarnation)
+            if takes_part:
+                self.policy.join(worker, incarnation)
         self._forget()
 
     def state(self) -> State:

@@ -16,7 +16,7 @@ import qfleet
 from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint
 from qfleet.runtime.cluster import check
-from qfleet.runtime.hub import Hub, identity
+from qfleet.runtime.hub import Hub, Report, identity
 from qfleet.runtime.train import Trainer
 
 
@@ -125,13 +125,35 @@ def test_who_joins_takes_no_part_in_checkpoints_that_were_asked_for_before() -> 
         asked = hub.save(500, final=False)
         assert asked == {0: 0, 1: 0} and hub.parts(500, asked) == ([], [0, 1])
         hub.leave(1)
-        assert await hub.join(1, 1, identity(config)) == (0, 500)
-        assert hub.parts(500, asked) == ([], [0])
+        joining = asyncio.create_task(hub.join(1, 1, identity(config)))
         saving = asyncio.create_task(hub.saved(0, 500))
         await asyncio.sleep(0)
-        assert hub.parts(500, asked) == ([0], [])
+        assert hub.parts(500, asked) == ([0], []) and not joining.done() and hub.live == {0: 0}
         hub.complete(500)
         await saving
+        assert await joining == (0, 500) and hub.live == {0: 0, 1: 1}
+
+    asyncio.run(check())
+
+
+def test_a_group_is_made_anew_for_another_learner_of_the_same_rank() -> None:
+    """Also where it is ready before the others have noticed."""
+
+    async def check() -> None:
+        config = Config()
+        hub = Hub(config)
+
+        async def reported(round: int, *incarnations: int) -> list[tuple[int, list[int]]]:
+            reports = [Report(r, n, round, 10, None, {}, {}) for r, n in enumerate(incarnations)]
+            orders = await asyncio.gather(*(hub.report(report) for report in reports))
+            return [(each.epoch, list(each.members)) for each in orders]
+
+        for rank in range(2):
+            await hub.join(rank, 0, identity(config))
+        assert await reported(0, 0, 0) == [(1, [0, 1])] * 2 == await reported(1, 0, 0)
+        hub.leave(1)
+        await hub.join(1, 1, identity(config))
+        assert await reported(2, 0, 1) == [(2, [0, 1])] * 2 == await reported(3, 0, 1)
 
     asyncio.run(check())
 

@@ -10,7 +10,7 @@ from onray import Hit, disturbed, trained
 
 import qfleet
 from qfleet.config import override
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, servers
 from qfleet.runtime.cluster import Fleet
 from qfleet.runtime.servers import Servers
 from qfleet.runtime.team import TeamError
@@ -143,6 +143,24 @@ def test_a_second_server_dies_while_the_first_is_repaired(
     assert first["version"] == other["version"] > 500  # nobody began from nothing
 
 
+def test_a_learner_that_is_ahead_of_the_servers_joins_again(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the servers had been restored without a version that it has: nobody waits for it until then."""
+    told, look_after = disturbed(monkeypatch, []), Servers.look_after
+
+    def ahead(self: Servers, versions: Any = None) -> None:
+        look_after(self, versions if told or not versions else {**versions, 0: 10**9})
+
+    monkeypatch.setattr(Servers, "look_after", ahead)
+    monkeypatch.setattr(servers, "SNAPSHOT", 0.2)
+    run = trained(tmp_path / "run", "sync", total_steps=6000)
+    assert run.stop_reason == "total_steps" and "learner 0 had a newer version" in told[0]
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    versions = {checkpoint.read((run.dir / f"learners/{r}/checkpoints/last").resolve())[0]["learner"]["updates"] for r in (0, 1)}  # fmt: skip
+    assert versions == {state["cluster"]["servers"][0]["version"]}
+
+
 def test_a_repair_of_servers_that_are_well_loses_nothing(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +198,7 @@ def test_a_new_learner_that_has_not_learned_yet_has_no_part(
 
 
 def test_a_learner_lost_during_a_checkpoint(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its successor is there before the others have saved their parts: nobody waits for a part of it."""
+    """It is replaced before the others have saved their parts: nobody waits for a part of its successor, which joins later."""
     save, news, stopped = Fleet.save, Fleet._news, list[int]()
 
     def disturbed_save(self: Fleet, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +209,7 @@ def test_a_learner_lost_during_a_checkpoint(ray: None, tmp_path: Path, monkeypat
         save(self, *args, **kwargs)
 
     def continued(self: Fleet, seconds: float) -> Any:
-        if stopped and self._meeting.at_hub(lambda hub: hub.live.get(1)) == 1:
+        if stopped and self._incarnations[1] == 1:
             os.kill(stopped[0], signal.SIGCONT)
         return news(self, seconds)
 

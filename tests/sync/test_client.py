@@ -56,7 +56,7 @@ class Running:
     def __init__(self, config: Config, initial: torch.Tensor) -> None:
         self.config, self.size = config, len(initial)
         self.loop = asyncio.new_event_loop()
-        self._clients: list[Client] = []
+        self._clients, self.closed = list[Client](), False
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         self.servers = self.call(self._make(initial)).result()
@@ -80,15 +80,26 @@ class Running:
 
     def client(self, worker: int, incarnation: int = 0) -> Client:
         addresses = [("127.0.0.1", listener.port) for listener in self.listeners]
-        made = Client(self.config, worker, incarnation, self.size, lambda epoch: (epoch + 1, addresses), "token")
+
+        def find(epoch: int) -> tuple[int, list[tuple[str, int]]]:
+            if self.closed:
+                raise RuntimeError("the servers are closed")
+            return epoch + 1, addresses
+
+        made = Client(self.config, worker, incarnation, self.size, find, "token")
         self._clients.append(made)
         return made
+
+    @property
+    def target(self) -> torch.Tensor:
+        return torch.cat([server.shard.target for server in self.servers])
 
     @property
     def params(self) -> torch.Tensor:
         return torch.cat([server.shard.params for server in self.servers])
 
     def close(self) -> None:
+        self.closed = True
         for client in self._clients:
             client.close()
 
@@ -266,6 +277,10 @@ def test_a_worker_that_the_server_has_forgotten_joins_again(
     clients, pupils = joined(on, 3)
     on.call(on.servers[0].leave(2)).result()
     update(pupils[:2], ahead * each)
+    update(pupils[2:], ahead * each)
+    if ahead > 1:
+        assert pupils[2].updates == ahead * each and torch.equal(pupils[2].parameters, on.params)
+        assert torch.equal(pupils[2].target.data, on.target if mode == "sync" else on.params)
     update(pupils, CLOCKS)
     assert on.servers[0].policy.clocks.keys() == {0, 1, 2} and on.servers[0].shard.version == CLOCKS // each
     assert all(torch.equal(pupil.parameters, on.params) and pupil.updates == CLOCKS for pupil in pupils)
@@ -306,7 +321,7 @@ def test_a_server_is_restored_from_whatever_is_newest() -> None:
     async def restored(version: int) -> torch.Tensor:
         actor = ServerActor(config, 0, initial, "token")
         snapshot = {**await actor.state(), "version": version, "params": torch.from_numpy(initial + 2)}
-        await actor.restore(snapshot, copy, Position(5, 0, 5.0, {0: (0, 4)}), {0: 0})
+        await actor.restore(snapshot, copy, Position(5, 0, 5.0, {0: (0, 4)}), {0: (0, True)})
         assert actor._server.shard.position == Position(5, 0, 5.0, {0: (0, 4)})
         return actor._server.shard.params
 

@@ -11,7 +11,7 @@ from qfleet.sync.policies import Outcome, Policy, Push
 
 
 def made(sync: SyncConfig, workers: int, batch: int = 10, interval: int = 100) -> Policy:
-    policy = policies.make(sync, batch, interval)
+    policy = policies.make(sync, batch, interval, workers)
     for worker in range(workers):
         policy.join(worker)
     return policy
@@ -41,6 +41,29 @@ def test_sync_does_not_wait_for_backup_workers_whose_pushes_come_late() -> None:
     assert "after the commit" in late.why_not and late.staleness == 1 and policy.ready(2) and policy.version == 1
     offer(policy, 2, 1, 1)
     assert offer(policy, 0, 1, 1).commits[0].version == 2
+
+
+def test_without_its_backups_all_are_waited_for() -> None:
+    """Two of three are enough; when one is gone, these are the two."""
+    policy = made(sync_of("sync", backup=1), 3)
+    policy.leave(2)
+    assert offer(policy, 0, 0, 0).commits == []
+    assert offer(policy, 1, 0, 0).commits[0].version == 1
+    policy.leave(1)
+    assert offer(policy, 0, 1, 1).commits[0].version == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "window", "ssp", "easgd"])
+def test_who_was_given_up_cannot_come_back(mode: str) -> None:
+    """Its process may live for a while: its pushes are refused, and nobody waits for it again."""
+    policy = made(sync_of(mode), 2)
+    policy.leave(1, successor=1)
+    assert "replaced" in offer(policy, 1, 0, 0).why_not
+    with pytest.raises(ValueError, match="learner 1 was replaced"):
+        policy.join(1, 0)
+    assert policy.clocks.keys() == {0}
+    policy.join(1, 1)
+    assert policy.offer(Push(1, 1, 0, 0, 10, 1.0)).why_not == ""
 
 
 def test_those_who_leave_are_not_waited_for_but_what_they_pushed_counts() -> None:
