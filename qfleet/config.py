@@ -291,7 +291,7 @@ class SyncConfig:
     damping: Literal["none", "inverse", "sqrt"] = opt(
         "none", "async, ssp: learning rate of a push that is k times as stale as usual: unchanged, / k, / sqrt(k)"
     )
-    backup: int = opt(0, "sync, localsgd, diloco, admm on a server: learners that are not waited for")
+    backup: int = opt(0, "sync, localsgd, diloco on a server: learners that are not waited for")
     window: int = opt(0, "window: pushes that become one update; 0 = as many as there are learners")
     window_ms: float = opt(0.0, "window: milliseconds after which fewer do; 0 = never")
     local_steps: int = opt(16, "localsgd, diloco, easgd, admm: updates between two exchanges")
@@ -326,9 +326,10 @@ class SyncConfig:
             raise ConfigError(
                 f"sync.mode {self.mode} needs a server (nobody waits for anybody, so there is nothing to reduce together): use --sync.transport server or auto."
             )
-        if self.backup and (self.mode not in BARRIER_MODES or self.transport == "allreduce"):
+        # admm would diverge: a dual variable is right only for who takes part in the consensus.
+        if self.backup and (self.mode not in ("sync", "localsgd", "diloco") or self.transport == "allreduce"):
             raise ConfigError(
-                f"sync.backup is {self.backup}, but only learners that wait for each other at a server can go on without somebody: leave it out, or use sync, localsgd, diloco or admm on Ray without --sync.transport allreduce."
+                f"sync.backup is {self.backup}, but in {self.mode} by {self.over} nobody can be left behind: leave it out, or use sync, localsgd or diloco on Ray without --sync.transport allreduce."
             )
         if self.codec == "powersgd" and self.over == "server":
             raise ConfigError(

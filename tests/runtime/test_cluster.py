@@ -173,8 +173,9 @@ def test_bad_input(tmp_path: Path) -> None:
         ConfigError, match=r"sync\.backup is 2, but of 2 learners at least one must be waited for: use 1"
     ):
         trained(tmp_path / "run", "sync", sync__backup=2)
-    with pytest.raises(ConfigError, match=r"sync\.backup is 1, but only learners that wait for each other at a server"):
-        trained(tmp_path / "run", "ssp", sync__backup=1)
+    for mode, more in (("ssp", {}), ("admm", {}), ("sync", {"sync__transport": "allreduce"})):
+        with pytest.raises(ConfigError, match=rf"sync\.backup is 1, but in {mode} by \w+ nobody can be left behind"):
+            trained(tmp_path / "run", mode, sync__backup=1, **more)
     with pytest.raises(ConfigError, match="updates are recorded for one size"):
         trained(tmp_path / "run", "sync", sync__balance=True, runtime__schedule="streams", runtime__lag=1)
     with pytest.raises(ConfigError, match="Ray gives every learner its GPU"):
