@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Most of what docs say about one GPU, measured in one go, half an hour in all. Its output is FOLDER/PART.txt.
+# Most of what docs say about one GPU, measured in one go: about 25 minutes, 35 at most. Its output is FOLDER/PART.txt.
 #
 #     bash benchmarks/gpu_all.sh FOLDER [PART ...]
 #

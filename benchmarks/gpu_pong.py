@@ -3,14 +3,16 @@
     python benchmarks/gpu_pong.py [--cases double:8 double:32 rainbow:8] [--envs 512] [--repeats 5]
 
 A case is a recipe, its samples per step and, if given, its emulator threads (double:8:16); otherwise qfleet chooses them.
-All are made first; then they run in turn, a few seconds each, while the others stand still, so that all see the same
-machine. The limit: of the ways to step the games with nothing else going on (threads and groups), the one with the best median.
-Training: Nature network, n = 3, batch 256, replay of 1M steps on the GPU, epsilon 0.1, after learning has begun.
+All are made first; then they run in turn, half a second and then a few seconds that count, while the others stand still, so that all see
+the same machine. The limit: of the ways to step the games with nothing else going on (threads and groups), the one with the best median.
+Training: Nature network, n = 3, batch 256, replay of 1M steps on the GPU, epsilon 0.1, after learning has begun; without evaluations and
+checkpoints. Interrupted, it reports what it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import os
 import pstats
@@ -29,6 +31,8 @@ from qfleet.runtime.progress import Progress
 from qfleet.runtime.train import Trainer
 from qfleet.runtime.worker import Worker
 
+WARM = 0.5  # seconds
+
 
 class Alone:
     """The emulator with random actions."""
@@ -43,18 +47,22 @@ class Alone:
             group.reset()
 
     def rate(self, seconds: float) -> dict[str, float]:
-        ticks = 0
         for group in self._groups:
             group.send(self._actions[0])
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        self._run(WARM)
+        rate = self._run(seconds)
+        for group in self._groups:
+            group.recv()
+        return {"steps_per_second": rate}
+
+    def _run(self, seconds: float) -> float:
+        ticks, began = 0, time.perf_counter()
+        while (passed := time.perf_counter() - began) < seconds:
             ticks += 1
             for group in self._groups:
                 group.recv()
                 group.send(self._actions[ticks % 64])
-        for group in self._groups:
-            group.recv()
-        return {"steps_per_second": (ticks + 1) * self._num_envs / (time.perf_counter() - began)}
+        return ticks * self._num_envs / passed
 
     def close(self) -> None:
         for group in self._groups:
@@ -77,11 +85,16 @@ class Training:
             self._worker.round()
         self._worker.schedule.wait()
 
-    def rate(self, seconds: float) -> dict[str, float]:
-        began, before = time.perf_counter(), self._worker.clock()
+    def _run(self, seconds: float) -> None:
+        began = time.perf_counter()
         while time.perf_counter() - began < seconds:
             self._worker.round()
         self._worker.schedule.wait()
+
+    def rate(self, seconds: float) -> dict[str, float]:
+        self._run(WARM)
+        began, before = time.perf_counter(), self._worker.clock()
+        self._run(seconds)
         now, wall = self._worker.clock(), time.perf_counter() - began
         rate = {name: (now[name] - before[name]) / wall for name in now}
         shares = {"env_share": rate["env"], "act_share": rate["act"], "learner_busy": rate["learn"]}
@@ -116,6 +129,7 @@ def main() -> None:
     }  # fmt: skip
     began = time.perf_counter()
     limits = [Alone(args.envs, args.groups, threads) for threads in args.threads or (cores, 2 * cores)]
+    limits.append(Alone(args.envs, 1, cores))
     trained = [Training(case, settings) for case in args.cases]
     print(f"{args.envs} games each, made in {time.perf_counter() - began:.0f} s", flush=True)
     everybody: list[Alone | Training] = [*limits, *trained]
@@ -124,16 +138,16 @@ def main() -> None:
             trained[0].rate(args.seconds)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     rows: list[list[dict[str, float]]] = [[] for _ in everybody]
-    for _ in range(args.repeats):
-        for who, got in zip(everybody, rows, strict=True):
-            got.append(who.rate(args.seconds))
-            print(f"{who.name}: {got[-1]['steps_per_second']:,.0f} steps/s", flush=True)
-    for who in everybody:
-        who.close()
+    with contextlib.suppress(KeyboardInterrupt):
+        for k in range(args.repeats):
+            order = range(len(everybody))
+            for which in order if k % 2 == 0 else reversed(order):  # so nobody always follows the same one
+                rows[which].append(everybody[which].rate(args.seconds))
+                print(f"{everybody[which].name}: {rows[which][-1]['steps_per_second']:,.0f} steps/s", flush=True)
     medians = [{name: median([row[name] for row in got]) for name in got[0]} for got in rows]
     alone = [found["steps_per_second"] for found in medians[: len(limits)]]
     about = {"envs": args.envs, "groups": args.groups, "alone": dict(zip((w.name for w in limits), alone, strict=True))}
-    print(f"\nmedians of {args.repeats} × {args.seconds:g} s, {args.envs} games")
+    print(f"\nmedians of {len(rows[0])} × {args.seconds:g} s, {args.envs} games")
     for who, got, found in zip(everybody, rows, medians, strict=True):
         share = found["steps_per_second"] / max(alone)
         more = "  ".join(f"{k} {v:.2f}" for k, v in found.items() if k != "steps_per_second")
@@ -141,6 +155,8 @@ def main() -> None:
         if who in trained:
             rates = [row["steps_per_second"] for row in got]
             record("gpu_pong", {"what": who.name, **about, "share": share, "rates": rates, **found})
+    for who in everybody:
+        who.close()
 
 
 if __name__ == "__main__":
