@@ -48,7 +48,9 @@ def elsewhere(fleet: Fleet, nodes: Any) -> Any:
     raise AssertionError("all learners are on the first node")
 
 
-@pytest.mark.parametrize(("transport", "back"), [("allreduce", False), ("server", True)])
+@pytest.mark.parametrize(
+    ("transport", "back"), [("allreduce", False), pytest.param("server", True, marks=pytest.mark.long)]
+)
 def test_a_machine_leaves(nodes: Any, transport: str, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """The other learner goes on alone, and the run can end so. With another machine, a new learner joins there."""
     if transport == "server":
