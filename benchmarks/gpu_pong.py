@@ -144,6 +144,8 @@ def main() -> None:
             for which in order if k % 2 == 0 else reversed(order):  # so nobody always follows the same one
                 rows[which].append(everybody[which].rate(args.seconds))
                 print(f"{everybody[which].name}: {rows[which][-1]['steps_per_second']:,.0f} steps/s", flush=True)
+    if not all(rows):
+        raise SystemExit("interrupted before everybody had a turn")
     medians = [{name: median([row[name] for row in got]) for name in got[0]} for got in rows]
     alone = [found["steps_per_second"] for found in medians[: len(limits)]]
     about = {"envs": args.envs, "groups": args.groups, "alone": dict(zip((w.name for w in limits), alone, strict=True))}

@@ -209,31 +209,33 @@ class Learner:
         made = 0
         size, interval, end = self.batch_size, self.config.learner.target_interval, self.updates + updates
         self.began = time.perf_counter()
-        together = self._target_batches * size
         while self.updates < end:
             first = self.updates
             count = min(self._chunk, end - first, interval - first % interval)
             sampled = source.sample(first, count, beta, size)
             if sampled.obs.device != self.device:  # a replay that lives on the host
                 sampled = Batch(*(field.to(self.device, non_blocking=self.device.type != "cpu") for field in sampled))
-            for part in unbind(sampled, together):
-                target, frozen = self.targets(part, self.updates), self.target.data._version
-                for batch, batch_target in zip(unbind(part, size), torch.split(target, size), strict=True):
-                    if self.target.data._version != frozen:  # other learners have moved on: a new target network
-                        batch_target = self.targets(batch, self.updates)
-                    grad, priority, loss, raw = self.grads(batch, batch_target, self.updates)
-                    if self.sync is None:
-                        self.apply(grad)
-                    else:
-                        self.sync(grad, size)
-                    source.update_priorities(batch.id, priority)
-                    total_loss, made = total_loss + loss, made + 1
-                    if self.updates >= end:
-                        break
+            for batch, target in self._with_targets(sampled, size):
+                grad, priority, loss, raw = self.grads(batch, target, self.updates)
+                if self.sync is None:
+                    self.apply(grad)
+                else:
+                    self.sync(grad, size)
+                source.update_priorities(batch.id, priority)
+                total_loss, made = total_loss + loss, made + 1
                 if self.updates >= end:
                     break
         q = self.net.values(raw.float()).gather(1, batch.action.unsqueeze(1)).mean()
         return Learned(float(total_loss), q.item(), made)
+
+    def _with_targets(self, sampled: Batch, size: int) -> Iterator[tuple[Batch, Tensor]]:
+        """One batch after the other. Targets are computed for several at once."""
+        for part in unbind(sampled, self._target_batches * size):
+            target, frozen = self.targets(part, self.updates), self.target.data._version
+            for batch, batch_target in zip(unbind(part, size), torch.split(target, size), strict=True):
+                if self.target.data._version != frozen:  # other learners have moved on: a new target network
+                    batch_target = self.targets(batch, self.updates)
+                yield batch, batch_target
 
     def flush(self) -> Learned | None:
         """What was done and not yet told: nothing here; on a device `learn` tells it one call later."""

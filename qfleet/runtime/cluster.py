@@ -176,7 +176,7 @@ class Fleet:
             except self._ray.exceptions.RayActorError as e:
                 raise TeamError(f"a learner could not be made: {reason(e)}") from None
             if self.servers is not None:
-                self.servers.look_after()
+                self.servers.look_after(self._versions)
             if making and not said and time.monotonic() - began > servers.ROOM:
                 said = True
                 self._say(f"  note          {no_room(f'{len(making)} of the learners')}; all wait")

@@ -83,12 +83,12 @@ class Servers:
 
     # --- looking after them --------------------------------------------------------------------------------------------
 
-    def look_after(self, versions: Mapping[int, int] | None = None) -> None:
+    def look_after(self, versions: Mapping[int, int]) -> None:
         """`versions` that learners say they have."""
         ended, _ = self._ray.wait(self._serving, timeout=0)
         if ended or self._meeting.at_hub(lambda hub: hub.complaints):
             self.repair()
-        self._take_snapshots(versions or {})
+        self._take_snapshots(versions)
 
     def _take_snapshots(self, versions: Mapping[int, int]) -> None:
         """Of their states, from time to time, without waiting for them. One that does not answer is killed."""

@@ -79,7 +79,7 @@ class Policy(Protocol):
     def ready(self, worker: int) -> bool: ...
 
 
-def make(config: SyncConfig, batch_size: int, target_interval: int, workers: int = 1) -> Policy:
+def make(config: SyncConfig, batch_size: int, target_interval: int, workers: int) -> Policy:
     """The policy of a mode. `batch_size`: samples a worker usually has behind a push. `target_interval`: clocks."""
     if config.mode in ("sync", "localsgd", "diloco", "admm"):
         return Barrier(target_interval, workers - config.backup if config.backup else None)

@@ -76,13 +76,12 @@ class Server:
         initial: Array,
         forward: Callable[[Sequence[Commit], Sequence[Key]], None] = lambda commits, discarded: None,
     ) -> None:
-        sync = config.sync
+        sync, c = config.sync, config.learner
         self._forward = forward
         self.shard = Shard(config, torch.from_numpy(initial.copy()))
-        c = config.learner
         self.policy = policies.make(sync, c.batch_size, c.target_interval, config.learners)
         balanced = sync.balance or sync.weights
-        self._balance = Balance(config.learner.batch_size, sync.weights) if balanced else None
+        self._balance = Balance(c.batch_size, sync.weights) if balanced else None
         self._codec = codecs.make(sync, len(initial), 0, 0)  # to decode: no state
         self._published: OrderedDict[int, Array] = OrderedDict()
         self._target: tuple[int, Array | None] = (-1, None)

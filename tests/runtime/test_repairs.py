@@ -149,7 +149,7 @@ def test_a_learner_that_is_ahead_of_the_servers_joins_again(
     """As if the servers had been restored without a version that it has: nobody waits for it until then."""
     told, look_after = disturbed(monkeypatch, []), Servers.look_after
 
-    def ahead(self: Servers, versions: Any = None) -> None:
+    def ahead(self: Servers, versions: Any) -> None:
         look_after(self, versions if told or not versions else {**versions, 0: 10**9})
 
     monkeypatch.setattr(Servers, "look_after", ahead)

@@ -67,7 +67,7 @@ class Server:
     """A policy and its shards."""
 
     def __init__(self, config: Config, sync: SyncConfig, initial: Tensor, workers: int, shards: int = 1) -> None:
-        self.policy = policies.make(sync, config.learner.batch_size, config.learner.target_interval)
+        self.policy = policies.make(sync, config.learner.batch_size, config.learner.target_interval, workers)
         self.ranges = ranges(len(initial), shards)
         self.shards = [Shard(replace(config, sync=sync), initial[r]) for r in self.ranges]
         self._lr, self._pushed = config.learner.lr, [0] * workers
