@@ -1,8 +1,8 @@
 """Pong on one GPU: steps per second while training, against the same number of games with random actions.
 
-    python benchmarks/gpu_pong.py [--cases double:8 double:32 rainbow:8] [--envs 512] [--repeats 5]
+    python benchmarks/gpu_pong.py [--cases double:8 double:32 rainbow:8] [--envs 512] [--repeats 5] [--alone 2:32 4:32]
 
-A case is a recipe, its samples per step and, if given, its emulator threads (double:8:16); otherwise qfleet chooses them.
+A case is a recipe, its samples per step and, if given, groups and emulator threads (double:8:4:32); otherwise qfleet chooses them.
 All are made first; then they run in turn, half a second and then a few seconds that count, while the others stand still, so that all see
 the same machine. The limit: of the ways to step the games with nothing else going on (threads and groups), the one with the best median.
 Training: Nature network, n = 3, batch 256, replay of 1M steps on the GPU, epsilon 0.1, after learning has begun; without evaluations and
@@ -71,16 +71,19 @@ class Alone:
 
 class Training:
     def __init__(self, case: str, settings: dict[str, Any]) -> None:
-        recipe, samples, *threads = case.split(":")
-        if threads:
-            settings = {**settings, "runtime.emulator_threads": int(threads[0])}
+        recipe, samples, *own = case.split(":")
+        settings = {
+            **settings,
+            **dict(zip(("runtime.groups", "runtime.emulator_threads"), map(int, own), strict=False)),
+        }
         config = compose("pong", recipe, None, {**settings, "replay.samples_per_step": float(samples)})
         self._batch = config.learner.batch_size
         self._folder = tempfile.TemporaryDirectory()
         self._progress = Progress(1, "", silent=True).__enter__()
         self._trainer = Trainer(config, Path(self._folder.name), self._progress)
         self._worker = cast(Worker, self._trainer.worker)
-        self.name = f"training {recipe}, {samples} samples per step, {self._worker.threads} threads"
+        about = f"{config.runtime.groups} groups, {self._worker.threads} threads"
+        self.name = f"training {recipe}, {samples} samples per step, {about}"
         while self._worker.learner.updates <= 200:
             self._worker.round()
         self._worker.schedule.wait()
@@ -110,9 +113,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=["double:8", "double:32", "rainbow:8"], metavar="RECIPE:SAMPLES")
     parser.add_argument("--envs", type=int, default=512)
-    parser.add_argument("--groups", type=int, default=2)
     parser.add_argument(
-        "--threads", type=int, nargs="*", help="of the emulator alone; default: cores, and twice as many"
+        "--alone",
+        nargs="*",
+        metavar="GROUPS:THREADS",
+        help="default: a few with as many threads as cores, or twice as many",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
@@ -122,14 +127,14 @@ def main() -> None:
     args = parser.parse_args()
     cores = os.cpu_count() or 1
     settings: dict[str, Any] = {
-        "env.num_envs": args.envs, "runtime.groups": args.groups, "device": args.device, "replay.capacity": 1_000_000,
+        "env.num_envs": args.envs, "device": args.device, "replay.capacity": 1_000_000,
         "replay.min_steps": 20_000, "learner.batch_size": 256, "learner.n_step": 3, "runtime.steps_per_round": 4 * args.envs,
         "runtime.lag": 1, "total_steps": 100_000_000, "acting.epsilon_start": 0.1, "acting.epsilon_end": 0.1,
         **dict(item.split("=", 1) for item in args.set),
     }  # fmt: skip
     began = time.perf_counter()
-    limits = [Alone(args.envs, args.groups, threads) for threads in args.threads or (cores, 2 * cores)]
-    limits.append(Alone(args.envs, 1, cores))
+    ways = args.alone or [f"1:{cores}", f"2:{cores}", f"2:{2 * cores}", f"4:{2 * cores}"]
+    limits = [Alone(args.envs, *map(int, way.split(":"))) for way in ways]
     trained = [Training(case, settings) for case in args.cases]
     print(f"{args.envs} games each, made in {time.perf_counter() - began:.0f} s", flush=True)
     everybody: list[Alone | Training] = [*limits, *trained]
@@ -148,7 +153,7 @@ def main() -> None:
         raise SystemExit("interrupted before everybody had a turn")
     medians = [{name: median([row[name] for row in got]) for name in got[0]} for got in rows]
     alone = [found["steps_per_second"] for found in medians[: len(limits)]]
-    about = {"envs": args.envs, "groups": args.groups, "alone": dict(zip((w.name for w in limits), alone, strict=True))}
+    about = {"envs": args.envs, "alone": dict(zip((w.name for w in limits), alone, strict=True))}
     print(f"\nmedians of {len(rows[0])} × {args.seconds:g} s, {args.envs} games")
     for who, got, found in zip(everybody, rows, medians, strict=True):
         share = found["steps_per_second"] / max(alone)
