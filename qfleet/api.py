@@ -276,8 +276,8 @@ def compose(
     base = recipes.make(str(recipe or file.get("recipe") or recipes.DEFAULT), str(env_id), of, gpu)
     settings = {**file, **given, "env.id": env_id, "recipe": base.recipe}
     wanted = str(settings.get("env.num_envs", ""))
-    if wanted.isdigit() and int(wanted) % base.runtime.groups and "runtime.groups" not in settings:
-        settings["runtime.groups"] = 1  # the recipe's groups do not suit the user's number
+    if wanted.isdigit() and "runtime.groups" not in settings:
+        settings["runtime.groups"] = recipes.groups(base, int(wanted))
     return configs.override(base, settings)
 
 

@@ -230,7 +230,8 @@ class RuntimeConfig:
     )
     lag: int = opt(0, "rounds between collecting a row and the first update that may use it (0 or 1)")
     groups: int = opt(
-        1, "groups of environments; with several, some step while actions are computed for another (Atari on a GPU: 2)"
+        1,
+        "groups of environments; with several, some step while actions are computed for another (Atari on a GPU: 2, of 512 and more games 4)",
     )
     steps_per_round: int = opt(8, "steps collected between two joins of acting and learning")
     checkpoint_every: int = opt(10_000, "steps between checkpoints; 0 = only at the end and on a signal")
@@ -244,7 +245,9 @@ class RuntimeConfig:
     stop_at: float | None = opt(None, "stop once an evaluation reaches this mean return")
     patience: int = opt(0, "stop after this many evaluations without a new best; 0 = never")
     log_every: int = opt(1000, "steps between lines of metrics")
-    emulator_threads: int = opt(0, "threads or processes that step environments; 0 = one per core")
+    emulator_threads: int = opt(
+        0, "threads or processes that step environments; 0 = one per core, or half as many for each of several groups"
+    )
     watchdog: float = opt(
         300.0, "seconds after which environments that do not answer end the run, with a checkpoint; 0 = never"
     )

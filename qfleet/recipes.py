@@ -302,6 +302,13 @@ def make(recipe: str, env_id: str, of: str | None = None, gpu: bool = False) -> 
     return override(Config(), {"env.id": env_id, "recipe": recipe, **settings})
 
 
+def groups(config: Config, num_envs: int) -> int:
+    """Into how many a recipe's environments are divided if there are `num_envs` of them."""
+    own = config.runtime.groups
+    wanted = [4, own] if own > 1 and num_envs >= 512 else [own]  # measured: 512 games are 10 % faster in 4 than in 2
+    return next((n for n in wanted if num_envs % n == 0), 1)
+
+
 def describe() -> list[tuple[str, str]]:
     """(name, what it is good for) of every recipe."""
     return [(name, text) for name, (text, _) in RECIPES.items()]

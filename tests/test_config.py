@@ -8,6 +8,7 @@ import pytest
 
 from qfleet import config as configs
 from qfleet import recipes
+from qfleet.api import compose
 from qfleet.config import Config, ConfigError, override
 
 
@@ -110,6 +111,17 @@ def test_on_a_gpu_a_game_can_have_settings_of_its_own(env_id: str) -> None:
     assert of("dqn", env_id, gpu=True) == (256, 1)
     assert of("double", env_id, gpu=False) == (32, 1)
     assert recipes.game("ALE/SpaceInvaders-v5") == "space_invaders"
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "expected"), [(128, 2), (511, 1), (510, 2), (512, 4), (514, 2), (1024, 4), (7, 1)]
+)
+def test_games_on_a_gpu_are_divided_into_equal_groups(num_envs: int, expected: int) -> None:
+    assert recipes.groups(recipes.make("double", "pong", gpu=True), num_envs) == expected
+    assert recipes.groups(recipes.make("double", "CartPole-v1", gpu=True), num_envs) == 1
+    given = {"env.num_envs": str(num_envs), "device": "cuda", "address": "elsewhere:1"}
+    assert compose("pong", "double", None, given).runtime.groups == expected
+    assert compose("pong", "double", None, {**given, "runtime.groups": 1}).runtime.groups == 1
 
 
 def test_yaml_errors(tmp_path: Path) -> None:

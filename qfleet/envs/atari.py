@@ -98,7 +98,7 @@ class Atari(Envs):
 
     def __init__(self, game: str, config: EnvConfig, seeds: Sequence[int], threads: int) -> None:
         self._vector = Vector(game, config, len(seeds), threads)
-        self.num_envs = len(seeds)
+        self.num_envs, self.threads = len(seeds), threads
         self.spec, self.notes = spec_and_notes(game, config, self._vector)
         self._seeds: Sequence[int | None] = seeds
 

@@ -35,6 +35,7 @@ class Envs(Protocol):
     kind: str  # "native", "inprocess" or "subprocess"
     notes: list[str]  # what the user should know: conversions made, what a resume cannot restore
     frame_skip: int = 1  # frames of the game in one step
+    threads: int = 1  # that step them, in this process or in workers
     shared: Array | None = (
         None  # the block of memory that holds every array of a step, where there is one: it can be pinned
     )

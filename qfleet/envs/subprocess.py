@@ -69,6 +69,9 @@ class Share(Protocol):
 class Maker(Protocol):
     """Makes a worker's share; it travels to the worker pickled."""
 
+    @property
+    def threads(self) -> int: ...  # of a worker
+
     def build(self, out: EnvStep) -> Share: ...
 
 
@@ -79,6 +82,7 @@ class GymMaker:
     env_spec: EnvSpec
     kwargs: dict[str, Any]
     module: str
+    threads: int = 1
 
     def build(self, out: EnvStep) -> Slice:
         if self.module:
@@ -111,6 +115,7 @@ class Subprocess(Envs):
         self._seeds: Sequence[int | None] = seeds
         self._awaited, self._starting = 0, False
         workers = min(workers, self.num_envs)
+        self.threads = workers * maker.threads
         edges = [self.num_envs * w // workers for w in range(workers + 1)]
         self._parts = [slice(lo, hi) for lo, hi in itertools.pairwise(edges)]
         self._sockets: list[Connection[Any, Any]] = []

@@ -79,7 +79,7 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
-def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
+def summary(config: Config, made: envs.Envs, replay_device: str, threads: int = 0) -> list[str]:
     """What is about to run, in a few lines: the choices that matter and what the replay will take."""
     c, n = config.learner, config.network
     parts = [
@@ -99,8 +99,9 @@ def summary(config: Config, made: envs.Envs, replay_device: str) -> list[str]:
     auto = config.runtime.schedule == "auto"  # of learners on other machines
     schedule = "schedule by machine" if auto else config.runtime.schedule
     groups = f", {config.runtime.groups} groups" if config.runtime.groups > 1 else ""
+    stepped = f"{made.kind}{groups}{f', {threads} threads' if threads > 1 else ''}"
     lines = [
-        f"  environments  {config.env.num_envs} × {config.env.id} ({made.kind}{groups}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
+        f"  environments  {config.env.num_envs} × {config.env.id} ({stepped}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
         f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
         f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval} updates",
         f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",

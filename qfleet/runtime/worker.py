@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(self, config: Config, team: Team) -> None:
         self.team = team
-        self.threads = config.runtime.emulator_threads or max(1, (os.cpu_count() or 1) // team.here)
+        self.threads = config.runtime.emulator_threads or threads_for(config.runtime.groups, team.here)
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
         self._open.callback(torch.set_num_threads, torch.get_num_threads())
         own = share(config, team)
@@ -128,7 +128,8 @@ class Worker:
 
     def summary(self) -> list[str]:
         """What is about to run, for people."""
-        lines = summary(self.config, self.envs, str(self.replay_device))
+        threads = sum(group.threads for group in self.groups)
+        lines = summary(self.config, self.envs, str(self.replay_device), threads)
         return lines if self.team.size == 1 else [*lines, team_line(self.config, "by all-reduce")]
 
     # --- rounds ---------------------------------------------------------------------------------------------------
@@ -282,6 +283,12 @@ class Worker:
 
     def close(self) -> None:
         self._open.close()
+
+
+def threads_for(groups: int, learners: int) -> int:
+    """That step environments: one per core for one group, half as many for each of several (not all step at the same time)."""
+    cores = max(1, (os.cpu_count() or 1) // learners)
+    return cores * max(2, groups) // 2
 
 
 def share(config: Config, team: Team) -> Config:

@@ -93,7 +93,8 @@ def test_worker_processes_play_the_same_games() -> None:
 def test_many_games_are_made_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qfleet.envs.MANY_GAMES", 2)
     with atari("pong", num_envs=2, threads=3) as few, atari("pong", num_envs=3, threads=3) as many:
-        assert (few.kind, many.kind) == ("native", "subprocess")
+        assert (few.kind, few.threads) == ("native", 3)
+        assert (many.kind, many.threads) == ("subprocess", 4)  # two workers of two threads
 
 
 @pytest.mark.parametrize("id", ["pong", "Pong", "ALE/Pong-v5", "PongNoFrameskip-v4", "Pong-v4"])

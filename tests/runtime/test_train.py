@@ -18,9 +18,9 @@ from qfleet import envs, recipes
 from qfleet.config import ConfigError, override
 from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
-from qfleet.runtime.setup import lock, resolve
+from qfleet.runtime.setup import lock, resolve, summary
 from qfleet.runtime.train import TrainingError, crossed
-from qfleet.runtime.worker import lr_factor
+from qfleet.runtime.worker import lr_factor, threads_for
 
 SMALL = {
     "network.hidden": (32, 32),
@@ -387,3 +387,20 @@ def test_an_evaluation_cut_short_by_a_signal_comes_first_on_resume(
 def test_ties_do_not_count_as_progress(tmp_path: Path) -> None:
     run = train(tmp_path / "run", env="MountainCar-v0", steps=10_000, learner__lr=1e-9, runtime__patience=2)
     assert run.stop_reason == "patience" and run.metrics[-1]["step"] < 4_000
+
+
+@pytest.mark.parametrize(
+    ("groups", "learners", "expected"), [(1, 1, 16), (2, 1, 16), (3, 1, 24), (4, 1, 32), (4, 2, 16), (1, 32, 1)]
+)
+def test_every_group_of_several_has_threads_for_half_the_cores(
+    groups: int, learners: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert threads_for(groups, learners) == expected
+
+
+def test_the_header_tells_how_environments_are_stepped() -> None:
+    config = override(recipes.make("dqn", "CartPole-v1"), {"env.num_envs": 4, "env.vectorize": "subprocess"})
+    with envs.make(config.env, seed=1, threads=3) as made:
+        assert "4 × CartPole-v1 (subprocess, 3 threads);" in summary(config, made, "cpu", made.threads)[0]
+        assert "4 × CartPole-v1 (subprocess);" in summary(config, made, "cpu")[0]
