@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Most of what docs say about one GPU, measured in one go: about 25 minutes, 35 at most. Its output is FOLDER/PART.txt.
+# Most of what docs say about one GPU, measured in one go: about 40 minutes, an hour at most. Its output is FOLDER/PART.txt.
 #
 #     bash benchmarks/gpu_all.sh FOLDER [PART ...]
 #
-# Parts: sb3, pong, kernels, breakout, beam_rider. Each has a limit.
+# Parts: sb3, pong, kernels, learner, pong_time, breakout, beam_rider. Each has a limit.
 set -u
 mkdir -p "${1:?a folder for the output}" && out=$(realpath "$1") || exit 1
 shift
-wanted=" ${*:-sb3 pong kernels breakout beam_rider} "
+wanted=" ${*:-sb3 pong kernels learner pong_time breakout beam_rider} "
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
@@ -20,8 +20,10 @@ part() {  # NAME LIMIT ARGUMENTS...
 }
 
 part sb3 60 benchmarks/pong_steps.py --one sb3 --device cuda
-part pong 330 benchmarks/gpu_pong.py
+part pong 400 benchmarks/gpu_pong.py --seconds 3
 part kernels 200 -m pytest -p no:benchmark -n 8 tests/kernels tests/runtime/test_streams.py
+part learner 200 benchmarks/gpu_learner.py
+part pong_time 700 benchmarks/gpu_pong_time.py
 part breakout 700 benchmarks/gpu_atari.py breakout --limit 680 --set runtime.eval_every=2500000
 part beam_rider 800 benchmarks/gpu_atari.py beam_rider --limit 780 --set runtime.eval_every=2500000 env.sticky_actions=0
 tail -n 5 "$out"/*.txt
