@@ -35,7 +35,7 @@ def kind(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return f"{kind(args[0])} or none"
     if origin is tuple:
-        return "widths"
+        return f"{kind(args[0])}s"
     if origin is dict:
         return "k=v pairs"
     return {int: "whole number", float: "number", bool: "true, false", str: "text"}[hint]

@@ -48,6 +48,7 @@ usage: qfleet COMMAND [...]
 examples:
   qfleet train CartPole-v1
   qfleet train pong --recipe rainbow --seed 3 --replay.capacity 200000
+  qfleet train CartPole-v1 --learners 2 --learner.batch-size 64
   qfleet train --resume runs/CartPole-v1/dqn-s1-20260101-120000
   qfleet plot runs/CartPole-v1/* -o curve.png
 

@@ -134,7 +134,9 @@ class ReplayConfig:
     alpha: float = opt(0.5, "prioritised: exponent on the priority; 0 = uniform")
     beta: float = opt(0.4, "prioritised: importance-weight exponent at the start")
     beta_steps: int = opt(0, "prioritised: steps until beta reaches 1; 0 = total_steps")
-    samples_per_step: float = opt(8.0, "replay samples drawn per environment step; updates = steps * this / batch_size")
+    samples_per_step: float = opt(
+        8.0, "replay samples drawn per environment step; updates = steps * this / (batch_size * learners)"
+    )
     min_steps: int = opt(1000, "steps collected before the first update")
     device: str = opt("auto", "where the replay lives: auto, cpu or cuda")
 
@@ -149,7 +151,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-    batch_size: int = opt(64, "samples per update")
+    batch_size: int = opt(64, "samples per update, of each learner")
     lr: float = opt(1e-3, "learning rate")
     lr_schedule: Literal["constant", "linear", "cosine", "plateau"] = opt(
         "constant", "linear and cosine fall to 0 at total_steps; plateau halves when the evaluation stalls"
@@ -172,7 +174,7 @@ class LearnerConfig:
         "auto", "of forward and backward; auto = bf16 on a GPU that has it, fp32 elsewhere. Parameters are always fp32"
     )
     compile: Literal["auto", "on", "off"] = opt(
-        "auto", "torch.compile for the update; auto = only where it was measured to pay (not on the CPU)"
+        "auto", "torch.compile for the update; auto = off (on the CPU it was measured not to pay)"
     )
     threads: int = opt(1, "CPU threads of the learner")
 
@@ -361,7 +363,7 @@ class Config:
     seed: int = opt(1, "seed of everything random")
     total_steps: int = opt(50_000, "environment steps to train for")
     device: str = opt("auto", "device of the learner: auto, cpu or cuda")
-    learners: int = opt(1, "learners that train one network, on Ray, see docs/sync.md")
+    learners: int = opt(1, "learners that train one network, on Ray (several GPUs, or machines), see docs/sync.md")
     address: str = opt("", "Ray cluster to join (host:port, or auto); empty = a local one starts by itself")
     run_dir: str = opt("", "where the run is written; empty = runs/<env>/<recipe>-s<seed>-<time>")
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -513,10 +515,14 @@ def convert(path: str, value: Any, hint: Any) -> Any:
     except ConfigError:
         raise
     except (ValueError, TypeError, KeyError):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(
-            hint, "widths such as 256,256" if origin is tuple else "key=value pairs"
-        )
-        raise ConfigError(f"{path} is {value!r}, but it must be {wanted}.") from None
+        wanted: dict[Any, str] = {
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            tuple[int, ...]: "whole numbers, as in 256,256",
+            tuple[float, ...]: "numbers, as in 3,1",
+        }
+        raise ConfigError(f"{path} is {value!r}, but it must be {wanted.get(hint, 'key=value pairs')}.") from None
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@
 | new group  | all its members                             | them, or its time limit: then it is as if one had died    |
 
 The hub names the group with the orders of a round, so all its members make it after the same round. Then all take over the
-parameters of whoever has made most updates; updates that were given up are due again.
+parameters of whoever has made most updates; updates that were given up are due again (in local modes the next exchange
+comes when it would have: the one that was given up is not made).
 """
 
 from __future__ import annotations

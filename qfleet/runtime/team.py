@@ -218,9 +218,11 @@ def check(config: Config, size: int) -> None:
 
 def check_division(config: Config, size: int) -> None:
     """Can the work be divided among so many learners?"""
-    if config.env.num_envs % size:
+    parts = size * config.runtime.groups
+    if config.env.num_envs % parts:
+        groups = f" with {config.runtime.groups} groups each" if config.runtime.groups > 1 else ""
         raise ConfigError(
-            f"env.num_envs {config.env.num_envs} cannot be divided among {size} learners: use a multiple, as in --env.num-envs {-(-config.env.num_envs // size) * size}."
+            f"env.num_envs {config.env.num_envs} cannot be divided among {size} learners{groups}: use a multiple of {parts}, as in --env.num-envs {-(-config.env.num_envs // parts) * parts}."
         )
     if config.sync.weights and len(config.sync.weights) != size:
         raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")

@@ -238,7 +238,7 @@ class Worker:
         return {
             "wall": time.perf_counter(),
             "steps": self.steps,
-            "updates": self.learner.updates,
+            "updates": self.learner.updates * self.team.size,  # under a launcher all make as many
             "env": self.collector.env_seconds,
             "act": self.collector.act_seconds - actor.wait_seconds,
             "learn": self.schedule.learn_seconds - traffic.seconds,

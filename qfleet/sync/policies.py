@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from qfleet.config import SyncConfig
+from qfleet.config import BARRIER_MODES, SyncConfig
 
 UNKNOWN = "the worker has left: it must join again"
 Key = tuple[int, int, int]  # worker, incarnation, sequence
@@ -81,7 +81,7 @@ class Policy(Protocol):
 
 def make(config: SyncConfig, batch_size: int, target_interval: int, workers: int) -> Policy:
     """The policy of a mode. `batch_size`: samples a worker usually has behind a push. `target_interval`: clocks."""
-    if config.mode in ("sync", "localsgd", "diloco", "admm"):
+    if config.mode in BARRIER_MODES:
         return Barrier(target_interval, workers - config.backup if config.backup else None)
     if config.mode == "window":
         return Window(target_interval, config.window, config.window_ms / 1e3, batch_size)

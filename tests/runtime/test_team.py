@@ -90,6 +90,7 @@ def test_learners_share_the_work_and_hold_the_same_parameters(whole: Path) -> No
     assert sum(steps) == first["step"] == second["step"] >= 3000 and min(steps) > 1400
     # Eight samples a step, in batches of sixteen for each of the two learners.
     assert first["learner"]["updates"] == (first["step"] - 200) * 8 // 32
+    assert metrics.read(whole)[-1]["pipeline/samples_per_step"] == pytest.approx(8, rel=0.05)
     episodes = [state["collector"]["episodes"]["returns"] for state in (first, second)]
     assert episodes[0] != episodes[1]  # other seeds
 
@@ -174,6 +175,10 @@ def test_the_schedule_of_a_gpu_gives_the_same_numbers(tmp_path: Path) -> None:
         ({"sync.mode": "ssp"}, r"sync\.mode ssp over a server is for learners on Ray \(--learners 2"),
         ({"sync.backup": 1}, r"sync\.backup is 1, which needs a server: use learners on Ray \(--learners 2"),
         ({"learners": 3}, "learners is 3, but the launcher started 2 processes"),
+        (
+            {"env.num_envs": 6, "runtime.groups": 2},
+            r"2 learners with 2 groups each: use a multiple of 4, .*num-envs 8\.",
+        ),
     ],
 )
 def test_what_needs_ray_is_refused_under_a_launcher(settings: dict[str, Any], message: str) -> None:
