@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import qfleet
+from qfleet import machine
 
 Line: TypeAlias = tuple[str, str, str]  # name, value, note
 
@@ -67,8 +68,7 @@ def _torch() -> Iterator[Line]:
 def _cpu() -> Iterator[Line]:
     info = _cpuinfo()
     model = info.get("model name") or platform.processor() or platform.machine()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield "cpu", model, f"{usable} of {os.cpu_count()} cores usable"
+    yield "cpu", model, f"{machine.cores()} of {os.cpu_count()} cores usable"
     flags = set((info.get("flags") or info.get("Features") or "").split())
     found = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})
     if found:
@@ -88,9 +88,7 @@ def _cpuinfo() -> dict[str, str]:
 
 def _memory() -> Iterator[Line]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    free = machine.free_memory()
     note = "" if free is None else f"{free / 1e9:.1f} GB available; 1M steps of Atari replay take 7.1 GB"
     yield "memory", f"{total / 1e9:.1f} GB", note
 

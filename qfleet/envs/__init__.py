@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 import numpy as np
 
+from qfleet import machine
 from qfleet.config import ConfigError, EnvConfig
 from qfleet.envs import ids, native, spaces, subprocess
 from qfleet.envs import state as states
@@ -50,7 +50,7 @@ def make(
     env_spec = ids.find(config.id)
     game = ids.atari_game(env_spec)
     if game is not None:
-        return _atari(game, config, env_seeds(seed, num_envs), threads or os.cpu_count() or 1, wait, nice)
+        return _atari(game, config, env_seeds(seed, num_envs), threads or machine.cores(), wait, nice)
     if config.sticky_actions or config.life_loss:
         raise ConfigError(
             f"env.sticky_actions and env.life_loss are for Atari games; {config.id} is none: leave them out."
@@ -71,7 +71,7 @@ def make(
     if vec is not None:
         return native.Native(config.id, spec, vec, seed, observations, actions, notes)
 
-    workers = threads or os.cpu_count() or 1
+    workers = threads or machine.cores()
     kind = _choose(config, env_spec, sample, actions, num_envs, workers, notes)
     sample.close()
     seeds = env_seeds(seed, num_envs)

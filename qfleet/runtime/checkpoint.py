@@ -27,13 +27,14 @@ import numpy as np
 import safetensors.numpy
 import torch
 
+from qfleet import machine
 from qfleet.replay import Replay
 from qfleet.types import Array, State
 
 FORMAT = 2  # 1: Nature features channels first, no groups
 ARRAY = "__array__"
 SEGMENT_BYTES = 64 << 20
-WRITERS = min(4, os.cpu_count() or 1)  # segments that are hashed and written at once
+WRITERS = min(4, machine.cores())  # segments that are hashed and written at once
 
 
 class CheckpointError(ValueError):

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from qfleet import __version__, envs
+from qfleet import __version__, envs, machine
 from qfleet.config import Config, ConfigError, override
 from qfleet.replay import Replay
 
@@ -48,7 +48,7 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
     # Overlapping pays only with a core left over for the environments: on 2 cores a learner of 2 threads that shares
     # them trains Pong at 157 steps/s, and in turn with them at 186 (same lag, same numbers).
     busy = config.learner.threads if device.type == "cpu" else 1
-    pipelined = config.runtime.lag == 1 and (os.cpu_count() or 1) > busy
+    pipelined = config.runtime.lag == 1 and machine.cores() > busy
     if config.runtime.schedule == "streams" and device.type != replay_device.type:
         raise ConfigError(
             f"runtime.schedule is 'streams', which keeps replay and learner on one device, but replay.device is {config.replay.device!r} and device {str(device)!r}. Leave the schedule or replay.device out."
@@ -159,5 +159,5 @@ def versions(config: Config) -> dict[str, Any]:
         "gymnasium": gymnasium.__version__,
         "torch_threads": config.learner.threads,
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cores": os.cpu_count(),
+        "cores": machine.cores(),
     }

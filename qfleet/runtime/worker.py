@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet import envs, networks, rng
+from qfleet import envs, machine, networks, rng
 from qfleet.acting import placement
 from qfleet.acting.actor import Actor, HostActor
 from qfleet.acting.collector import Collector
@@ -287,7 +286,7 @@ class Worker:
 
 def threads_for(groups: int, learners: int) -> int:
     """That step environments: one per core for one group, half as many for each of several (not all step at the same time)."""
-    cores = max(1, (os.cpu_count() or 1) // learners)
+    cores = max(1, machine.cores() // learners)
     return cores * max(2, groups) // 2
 
 

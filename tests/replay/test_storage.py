@@ -8,6 +8,7 @@ import pytest
 import torch
 from streams import GAMMA, Row, Sample, make_config, make_spec, random_stream, reference, to_step
 
+from qfleet import machine
 from qfleet import rng as rng_module
 from qfleet.config import ConfigError
 from qfleet.replay import Replay, memory
@@ -213,36 +214,8 @@ def test_too_large_is_refused_with_the_flag_to_change() -> None:
     assert Replay.memory(smaller, ATARI) < memory.available(torch.device("cpu"))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("group", "files", "left"),
-    [
-        ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": "5"}, 8000 * 1024),
-        (
-            "0::/a/b",
-            {"a/memory.max": "5000", "a/memory.current": "3000", "a/memory.stat": "anon 1\ninactive_file 500"},
-            2500,
-        ),
-        ("0::/elsewhere", {"memory.max": "700", "memory.current": "900"}, 0),
-        ("4:memory:/x", {"memory/x/memory.limit_in_bytes": "9000", "memory/x/memory.usage_in_bytes": "1000"}, 8000),
-        ("3:cpu:/x", {"cpu/x/memory.max": "1", "cpu/x/memory.current": "1"}, 8000 * 1024),
-    ],
-)
-def test_available_memory_respects_control_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str], left: int
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    (tmp_path / "cgroup").write_text(group + "\n")
-    for name, text in files.items():
-        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "groups" / name).write_text(text + "\n")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "PROCESS_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
-    assert memory.available(torch.device("cpu")) == left
-
-
 def test_unknown_memory_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEMINFO", "PROCESS_CGROUP", "CGROUPS"):
-        monkeypatch.setattr(memory, name, tmp_path / "nothing")
+        monkeypatch.setattr(machine, name, tmp_path / "nothing")
     assert memory.available(torch.device("cpu")) is None
     memory.check(make_config(), 10**18, torch.device("cpu"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import qfleet
-from qfleet import envs, recipes
+from qfleet import envs, machine, recipes
 from qfleet.config import ConfigError, override
 from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
@@ -301,7 +301,7 @@ CPU = torch.device("cpu")
 def test_auto_overlaps_where_a_core_is_left_for_the_environments(
     lag: int, threads: int, cores: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr(machine, "cores", lambda: cores)
     config = override(recipes.make("dqn", "CartPole-v1"), {"runtime.lag": lag, "learner.threads": threads})
     with envs.make(config.env, seed=1, threads=1) as made:
         assert resolve(config, made, CPU, CPU).runtime.schedule == expected
@@ -395,7 +395,7 @@ def test_ties_do_not_count_as_progress(tmp_path: Path) -> None:
 def test_every_group_of_several_has_threads_for_half_the_cores(
     groups: int, learners: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(machine, "cores", lambda: 16)
     assert threads_for(groups, learners) == expected
 
 

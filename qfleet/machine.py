@@ -1,0 +1,74 @@
+"""What of this machine the process may use: its scheduler and its control groups (containers) may leave it a part."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Read by tests from a made-up tree.
+MEMINFO = Path("/proc/meminfo")
+PROCESS_CGROUP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def cores() -> int:
+    """Those it may run on (taskset, Slurm), or fewer where a container has a quota of their time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *map(int, _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """Cores' worth of time, of every control group that limits it."""
+    for folder in _control_groups("cpu"):
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")  # version 1
+        if not quota:
+            quota, _, period = _read(folder / "cpu.max").partition(" ")
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or no file
+            if (cores := float(quota) / float(period)) > 0:  # version 1 says -1 for no limit
+                yield max(1.0, cores)
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that can still be allocated; None where the system does not say."""
+    limits = [limit for limit in (_machine(), *map(_left, _control_groups("memory"))) if limit is not None]
+    return min(limits, default=None)
+
+
+def _machine() -> int | None:
+    for line in _read(MEMINFO).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _left(folder: Path) -> int | None:
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, used = _read(folder / limit_name), _read(folder / used_name)
+        if limit.isdigit() and used.isdigit():
+            # File pages not in use count as used, but are given back on demand.
+            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+            return max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    return None
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """The folders of those around this process, version 2 and version 1."""
+    for line in _read(PROCESS_CGROUP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = CGROUPS / controllers
+            group = root / path.strip("/")
+            # Inside a container the path may name a folder of the host: then only the root is there.
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
