@@ -31,9 +31,12 @@ PIXELS = (21, 21, 64)  # of an observation after space-to-depth, as kernels/ rea
 
 
 class CapturedLearner(Learner):
-    def __init__(self, config: Config, spec: Spec, device: torch.device) -> None:
+    """`why_no_kernels`: those of Triton were tried, and failed."""
+
+    def __init__(self, config: Config, spec: Spec, device: torch.device, why_no_kernels: str = "") -> None:
         super().__init__(config, spec, device)
-        self.kernels = device.type == "cuda" and kernels.available()
+        self._why_no_kernels = why_no_kernels or kernels.why_not(device)
+        self.kernels = not self._why_no_kernels
         encoder = self.kernels and has_encoder(config, spec)
         self.by_hand = encoder and suits(config, spec)
         self._agrees = config.learners > 1
@@ -53,7 +56,6 @@ class CapturedLearner(Learner):
         self._sampler: Sampler | None = None
         self._reports = [Report(device), Report(device)]  # in turn; the second one is on its way, or empty
         self._reported = 0.0
-        self._noted = False
 
     def _compute_low(self, dtype: torch.dtype) -> None:
         """Differentiate networks in low precision, whose convolutions are kernels, instead of casting as we go."""
@@ -76,14 +78,15 @@ class CapturedLearner(Learner):
         net.blocks[0] = Encoder(net.blocks[0])  # type: ignore[arg-type]
         return net, Flat(net, self.device, dtype)
 
-    def note(self) -> str:
-        """What the user should know about how updates run on this GPU, once."""
-        if self._step is None or self._noted or self.device.type == "cpu":
-            return ""
-        self._noted = True
-        if self._step.why_not:
-            return f"updates are launched kernel by kernel, which is slower: they could not be recorded ({self._step.why_not})"
-        return "" if self.kernels else "there is no Triton here: updates use plain torch operations, which are slower"
+    def notes(self) -> list[str]:
+        if self.device.type == "cpu":
+            return []
+        notes = []
+        if self._step is not None and self._step.why_not:
+            notes.append(f"updates could not be recorded, and are launched kernel by kernel, which is slower ({self._step.why_not})")  # fmt: skip
+        if self._why_no_kernels:
+            notes.append(f"updates use plain torch operations, which are slower: Triton's do not work here ({self._why_no_kernels})")  # fmt: skip
+        return notes
 
     def learn(self, source: Replay, updates: int, beta: float = 1.0) -> Learned | None:  # type: ignore[override]
         """Queue that many updates; -> what the call before this one did."""

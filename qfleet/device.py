@@ -17,6 +17,12 @@ import torch
 from torch import Tensor
 
 
+def reason(error: BaseException) -> str:
+    """An error in one line. (Triton's compiler shows the code first: "at 17:14: ...", and says what is wrong with it last.)"""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1 if lines[0].startswith('at ') else 0].strip()}".removesuffix(": ")
+
+
 class Queue:
     """Work in order: `with queue:` puts what is called into it. On the CPU work is done at once."""
 
@@ -112,6 +118,11 @@ def pinned_array(shape: Sequence[int], dtype: str, device: torch.device) -> np.n
     return memory.view(dtype).reshape(shape)
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """From main memory to the device, beside whatever the host does next."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def settle(device: torch.device) -> None:
     """Return when everything is done."""
     if device.type == "cuda":
@@ -165,7 +176,8 @@ class Captured:
     """A function without arguments, whose queue of kernels is recorded once and then launched as one.
 
     `state`: tensors the function changes. They are put back after the trial runs that recording needs.
-    `why_not` says why it could not be recorded; then it is simply called. Errors of the function itself are raised.
+    `why_not` says why it could not be recorded (nothing is, on the CPU); then it is simply called. Errors of the function itself
+    are raised.
     `urgent`: as in Queue; a graph keeps the priority it was recorded with.
     """
 
@@ -176,27 +188,32 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
         self.why_not = ""
         if device.type != "cuda":
-            self.why_not = "graphs need a GPU"
             return
         kept = [(tensor, tensor.clone()) for tensor in state]
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                function()
-        current.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    function()
+            current.wait_stream(side)
+            self._record(side, current)
+        finally:
+            current.wait_stream(side)
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+
+    def _record(self, side: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                function()
+                self._function()
             self._graph = graph
         except RuntimeError as e:  # whatever a library does that cannot be recorded: the run goes on without
             torch.cuda.set_stream(current)  # a failed recording leaves its own behind
-            torch.cuda.synchronize(device)
-            self.why_not = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        for tensor, copy in kept:
-            tensor.copy_(copy)
+            torch.cuda.synchronize(current.device)
+            self.why_not = reason(e)
 
     def __call__(self) -> None:
         if self._graph is None:

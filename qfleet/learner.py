@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qfleet import losses, networks, rng
 from qfleet.config import Config
+from qfleet.device import send
 from qfleet.networks import QNetwork
 from qfleet.types import Batch, Spec, State
 
@@ -131,6 +132,7 @@ class Learner:
         self.batch_size = config.learner.batch_size  # of this learner: others may have other ones
         self.began = 0.0  # when (time.perf_counter) the newest call of `learn` did
         self.wait_seconds = 0.0  # of the host, for a device
+        self.transfer_bytes = 0  # of batches that were sent to a device
         self.lr = config.learner.lr
         self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
         self._chunk = self._largest_chunk()
@@ -213,8 +215,9 @@ class Learner:
             first = self.updates
             count = min(self._chunk, end - first, interval - first % interval)
             sampled = source.sample(first, count, beta, size)
-            if sampled.obs.device != self.device:  # a replay that lives on the host
-                sampled = Batch(*(field.to(self.device, non_blocking=self.device.type != "cpu") for field in sampled))
+            if sampled.obs.device != self.device:  # a replay in main memory
+                self.transfer_bytes += sum(field.nbytes for field in sampled)
+                sampled = Batch(*(send(field, self.device) for field in sampled))
             for batch, target in self._with_targets(sampled, size):
                 grad, priority, loss, raw = self.grads(batch, target, self.updates)
                 if self.sync is None:
@@ -236,6 +239,12 @@ class Learner:
                 if self.target.data._version != frozen:  # other learners have moved on: a new target network
                     batch_target = self.targets(batch, self.updates)
                 yield batch, batch_target
+
+    def notes(self) -> list[str]:
+        """What the user should know about how updates run."""
+        if self.device.type == "cpu":
+            return []
+        return ["the replay is not on the GPU: every batch is copied there, and updates are launched kernel by kernel, which is slower"]  # fmt: skip
 
     def flush(self) -> Learned | None:
         """What was done and not yet told: nothing here; on a device `learn` tells it one call later."""

@@ -24,6 +24,7 @@ class Actor(Protocol):
 
     wait_seconds: float  # in which the host waited for actions
     transfer_bytes: int  # of observations that were sent to the device
+    why_not: str  # its work could not be recorded as a graph
 
     @property
     def transfer_seconds(self) -> float: ...
@@ -103,6 +104,7 @@ class HostActor:
         n, self._columns = sum(sizes), columns_of(sizes)
         self.wait_seconds = self.transfer_seconds = 0.0
         self.transfer_bytes = 0
+        self.why_not = ""
         self._policy = policy
         self._noise_key = rng.key(config.seed, "acting noise")
         self._noise: Tensor | None = None
@@ -130,7 +132,9 @@ class HostActor:
 
     def greedy(self, group: int) -> Array:
         noise = None if self._noise is None else self._noise[self._columns[group]]
-        actions: Array = self._policy.q(self._stacks[group].inputs(), noise).argmax(1).cpu().numpy()
+        inputs = self._stacks[group].inputs()
+        self.transfer_bytes += 0 if self._policy.device == CPU else inputs.nbytes
+        actions: Array = self._policy.q(inputs, noise).argmax(1).cpu().numpy()
         return actions
 
     def settle(self, group: int) -> None:

@@ -81,6 +81,7 @@ class DeviceActor:
         self._transfers = Spans(device)
         self.transfer_bytes = 0
         self.wait_seconds = 0.0
+        self.why_not = next((g.act.why_not for g in self._groups if g.act.why_not), "")
 
     def begin_round(self, tick: int) -> None:
         self._round += 1

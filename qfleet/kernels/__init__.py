@@ -6,17 +6,23 @@ TRITON_INTERPRET=1 the same kernels run on the CPU, slowly: so they are tested.
 
 from __future__ import annotations
 
+import torch
 
-def available() -> bool:
-    """Can kernels be compiled here? Besides Triton that takes a GPU, a C compiler and Python's headers."""
-    import torch
+from qfleet.device import reason
 
+AMD = torch.version.hip is not None  # less memory for a block of threads, no products of float32 in three parts
+
+
+def why_not(device: torch.device) -> str:
+    """Why kernels cannot be compiled here, if so. Besides Triton that takes a GPU, a C compiler and Python's headers."""
+    if device.type != "cuda":
+        return "kernels need a GPU"
     try:
         from qfleet.kernels.optimizer import launch_nothing
 
         launch_nothing()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a missing package, compiler or header, each in its own way
-        return False
-    return True
+    except Exception as e:  # a missing package, compiler or header, each in its own way
+        return reason(e)
+    return ""

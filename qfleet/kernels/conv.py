@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qfleet.kernels import AMD
+
+STAGES = 2 if AMD else 3  # blocks that are on their way from memory at once
 MOST_SPLITS = 128  # parts of a weight gradient, which are summed later, always in the same order
 
 
@@ -118,7 +121,7 @@ def forward(shape: Shape, x: Tensor, w: Tensor, b: Tensor, y: Tensor, scale: flo
     block, warps = (64, 4) if m < 1 << 15 else (128, 8)
     wide = 128 if shape.K * shape.C % 128 == 0 else 64
     _forward[(triton.cdiv(m, block),)](
-        x, w, b, y, m, scale, **asdict(shape), BM=block, BK=wide, num_warps=warps, num_stages=3
+        x, w, b, y, m, scale, **asdict(shape), BM=block, BK=wide, num_warps=warps, num_stages=STAGES
     )
 
 
@@ -138,7 +141,7 @@ def weight_grad(
     wide = 128 if shape.K * shape.C == 128 and shape.N == 32 else 64
     _weight_grad[(shape.K * shape.K * shape.C // wide, len(part))](
         x, dy, dy if y is None else y, part, bias_part, m, scale, part.stride(0), len(part),
-        **asdict(shape), MASKED=y is not None, BM=128, BK=wide, num_warps=4, num_stages=3,
+        **asdict(shape), MASKED=y is not None, BM=128, BK=wide, num_warps=4, num_stages=STAGES,
     )  # fmt: skip
 
 
@@ -147,5 +150,5 @@ def input_grad(shape: Shape, dy: Tensor, w: Tensor, x: Tensor, dx: Tensor, y: Te
     m = len(x) * (shape.H // shape.S) ** 2
     block, warps = (64, 4) if m < 1 << 15 else (128, 8)
     _input_grad[(triton.cdiv(m, block),)](
-        dy, dy if y is None else y, w, x, dx, m, **asdict(shape), MASKED=y is not None, BM=block, num_warps=warps, num_stages=3
+        dy, dy if y is None else y, w, x, dx, m, **asdict(shape), MASKED=y is not None, BM=block, num_warps=warps, num_stages=STAGES
     )  # fmt: skip

@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qfleet.kernels import AMD
+
 BLOCK = 16  # samples of one program
+PRECISE = tl.constexpr("ieee" if AMD else "tf32x3")  # how products of float32 are made
 
 
 class Weights(NamedTuple):
@@ -114,7 +117,7 @@ def _last_grad(
         at = i[:, None] * F + f[None, :]
         x = tl.load(h + at, mask=inside[:, None], other=0.0).to(tl.float32)
         hot = tl.where(a[:, None] == taken[None, :], slope[None, :], 0.0)
-        acc = tl.dot(hot, x, acc, input_precision="tf32x3")
+        acc = tl.dot(hot, x, acc, input_precision=PRECISE)
         bias += tl.sum(hot, 1)
         total += tl.sum(tl.load(dh + at, mask=inside[:, None], other=0.0).to(tl.float32), 0)
     tl.store(dw + a[:, None] * F + f[None, :], acc, mask=(a < A)[:, None])

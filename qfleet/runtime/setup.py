@@ -49,7 +49,11 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
     # them trains Pong at 157 steps/s, and in turn with them at 186 (same lag, same numbers).
     busy = config.learner.threads if device.type == "cpu" else 1
     pipelined = config.runtime.lag == 1 and machine.cores() > busy
-    if config.runtime.schedule == "streams" and device.type != replay_device.type:
+    if device != replay_device and device.type == replay_device.type:
+        raise ConfigError(
+            f"replay.device is {config.replay.device!r} and device {str(device)!r}, two GPUs: the replay lives on the learner's, or in main memory. Leave replay.device out, or say cpu."
+        )
+    if config.runtime.schedule == "streams" and device != replay_device:
         raise ConfigError(
             f"runtime.schedule is 'streams', which keeps replay and learner on one device, but replay.device is {config.replay.device!r} and device {str(device)!r}. Leave the schedule or replay.device out."
         )
@@ -59,9 +63,13 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
         "env.vectorize": made.kind,
     }
     if config.learner.precision == "auto":
-        choices["learner.precision"] = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        # The values of a user's own network would be bf16, too; those of ours are not.
+        low = device.type == "cuda" and ":" not in config.network.kind
+        choices["learner.precision"] = (
+            "bf16" if low and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        )
     if config.runtime.schedule == "auto":
-        streams = config.runtime.lag == 1 and device.type == replay_device.type == "cuda"
+        streams = config.runtime.lag == 1 and device == replay_device and device.type == "cuda"
         choices["runtime.schedule"] = "streams" if streams else "pipelined" if pipelined else "serial"
     return override(config, choices)
 
@@ -100,12 +108,15 @@ def summary(config: Config, made: envs.Envs, replay_device: str, threads: int = 
     schedule = "schedule by machine" if auto else config.runtime.schedule
     groups = f", {config.runtime.groups} groups" if config.runtime.groups > 1 else ""
     stepped = f"{made.kind}{groups}{f', {threads} threads' if threads > 1 else ''}"
+    where = f"learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}"
+    if config.device != "cpu":
+        where = f"learner on {config.device} in {c.precision}, actions on {config.acting.device}"
     lines = [
         f"  environments  {config.env.num_envs} × {config.env.id} ({stepped}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
         f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
         f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval} updates",
         f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",
-        f"  runtime       {schedule}, lag {config.runtime.lag}, learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}",
+        f"  runtime       {schedule}, lag {config.runtime.lag}, {where}",
     ]
     if made.frame_skip > 1:
         lines.append(

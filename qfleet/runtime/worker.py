@@ -20,6 +20,7 @@ from qfleet.acting.device import DeviceActor
 from qfleet.acting.policy import Policy
 from qfleet.captured import Best, CapturedLearner
 from qfleet.config import Config, override
+from qfleet.device import reason
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime.checkpoint import Checkpoints
@@ -88,28 +89,50 @@ class Worker:
         self.replay = Replay(own, spec, self.replay_device, seed=own.seed, on_host=not on_device)
         self.limiter = Limiter(config, self.team.size)
         self.stored_steps = 0  # of all learners
-        self._make_parts(own, spec)
+        self._make_schedule(own)
+        self.learner: Learner
+        if on_device and self.replay_device == self.device:
+            self._make_captured(own, spec)
+        else:
+            self.learner = Learner(own, spec, self.device)
+            self._make_actor(own, spec)
         self.team.attach(self.learner)
         self.learner.moved()
-        if isinstance(self.learner, CapturedLearner):
-            self.learner.prepare(self.replay)
+        self._notes = self.learner.notes()
+        if why_not := self.collector.actor.why_not:
+            self._notes.append(f"the choice of actions could not be recorded, and is launched kernel by kernel, which is slower ({why_not})")  # fmt: skip
 
-    def _make_parts(self, config: Config, spec: Spec) -> None:
-        """Learner, schedule, and who acts."""
-        device, acting_device = self.device, device_of(pick_device(config.acting.device), self.team.local)
-        self.learner: Learner
+    def _make_schedule(self, config: Config) -> None:
         self.schedule: Schedule
         schedule, threads = config.runtime.schedule, config.learner.threads
         if schedule == "streams":
-            self.schedule = (Streams if self.team.size == 1 else Aside)(device, threads)
+            self.schedule = (Streams if self.team.size == 1 else Aside)(self.device, threads)
         elif schedule == "pipelined":
             self.schedule = Pipelined(threads)
         else:
-            self.schedule = Serial(device, config.runtime.lag, threads)
-        captured = schedule == "streams" or device.type == self.replay.device.type == "cuda"
-        self.learner = (CapturedLearner if captured else Learner)(config, spec, device)
+            self.schedule = Serial(self.device, config.runtime.lag, threads)
         self._open.callback(self.schedule.close)
-        copied = captured or schedule == "pipelined" or acting_device != device
+
+    def _make_captured(self, config: Config, spec: Spec, why_no_kernels: str = "") -> None:
+        """Learner and actor on one device with the replay. Kernels that do not work here are found out by trying."""
+        self.learner = learner = CapturedLearner(config, spec, self.device, why_no_kernels)
+        failed = ""
+        try:
+            learner.prepare(self.replay)
+            self._make_actor(config, spec)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # one that the compiler refuses, or that this GPU has no room for, each in its own way
+            if not learner.kernels:
+                raise
+            failed = reason(e)
+        if failed:
+            self._make_captured(config, spec, failed)
+
+    def _make_actor(self, config: Config, spec: Spec) -> None:
+        device, acting_device = self.device, device_of(pick_device(config.acting.device), self.team.local)
+        captured = isinstance(self.learner, CapturedLearner)
+        copied = captured or config.runtime.schedule == "pipelined" or acting_device != device
         net = networks.build(config, spec).to(acting_device).eval() if copied else self.learner.net
         self._acting_copy = Flat(net, acting_device) if copied else None
         sizes = [group.num_envs for group in self.groups]
@@ -180,11 +203,15 @@ class Worker:
     @torch.no_grad()
     def publish(self) -> None:
         """The learner's parameters reach the acting copy, if there is one."""
-        if self._acting_copy is not None:
-            with self.schedule.publishing():
-                self._acting_copy.copy_(self.learner.flat)
-                if self._best is not None:
-                    self._best.publish()
+        if self._acting_copy is None:
+            return
+        began = time.perf_counter()
+        with self.schedule.publishing():
+            self._acting_copy.copy_(self.learner.flat)
+            if self._best is not None:
+                self._best.publish()
+        if self._acting_copy.data.device != self.device:  # the host has waited for the updates before
+            self.learner.wait_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Flat]:
@@ -201,8 +228,8 @@ class Worker:
         return not bool(self.learner.flat.data.abs().max() < EXPLODED)
 
     def note(self) -> str:
-        """What the user should know about how it runs, once."""
-        return self.learner.note() if isinstance(self.learner, CapturedLearner) else ""
+        """What the user should know about how it runs, once each."""
+        return self._notes.pop(0) if self._notes else ""
 
     # --- what is seen of it ------------------------------------------------------------------------------------------
 
@@ -243,7 +270,8 @@ class Worker:
             "learn": self.schedule.learn_seconds - traffic.seconds,
             "transfer": actor.transfer_seconds,
             "wait": self.schedule.wait_seconds + self.learner.wait_seconds + actor.wait_seconds + traffic.seconds,
-            "bytes": actor.transfer_bytes,
+            "wait_actions": actor.wait_seconds,
+            "bytes": actor.transfer_bytes + self.learner.transfer_bytes,
             **traffic.counts(),
         }
 

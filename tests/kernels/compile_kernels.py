@@ -1,14 +1,22 @@
-"""Compiles every kernel of an update for the architecture given (90: H100 and H200), without such a GPU; prints each one's shared memory.
+"""Compiles every kernel of an update for the architecture given (90: H100 and H200; gfx942: MI300), without such a GPU; prints each one's shared memory.
 
 Run as a program by test_compile.py. Triton's interpreter accepts what its compiler refuses. So the launches of a whole update are made with a driver that only
 says what to compile for, and with `warmup`, which compiles and does not launch.
 """
+
+# ruff: noqa: E402 - what they are compiled for is settled before kernels are imported
 
 import json
 import sys
 from typing import Any
 
 import torch
+
+ARCHITECTURE = sys.argv[1]
+AMD = ARCHITECTURE.startswith("gfx")
+if AMD:  # as a build of torch for it would say, before kernels are imported
+    torch.version.hip = "7.0"
+
 import triton
 from test_nature import SPEC, config_of, filled
 from triton.backends.compiler import GPUTarget
@@ -18,7 +26,6 @@ from qfleet.captured import CapturedLearner
 from qfleet.kernels import head, nature, optimizer
 from qfleet.learner import Learner
 
-ARCHITECTURE = int(sys.argv[1])
 shared: dict[str, int] = {}  # bytes, the most of all launches of a kernel
 
 
@@ -26,7 +33,9 @@ class Driver:
     """Enough of one to compile."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", ARCHITECTURE, 32)
+        if AMD:
+            return GPUTarget("hip", ARCHITECTURE, 64 if ARCHITECTURE.startswith("gfx9") else 32)
+        return GPUTarget("cuda", int(ARCHITECTURE), 32)
 
     def get_current_device(self) -> int:
         return 0

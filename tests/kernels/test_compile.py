@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(("architecture", "most"), [(89, 101_376), (90, 232_448)], ids=["RTX 40", "H100"])
-def test_every_kernel_of_an_update_compiles(architecture: int, most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "most"),
+    [
+        pytest.param("89", 101_376, marks=pytest.mark.long),
+        ("90", 232_448),
+        ("gfx942", 65_536),
+        pytest.param("gfx1100", 65_536, marks=pytest.mark.long),
+    ],
+    ids=["RTX 40", "H100", "MI300", "RX 7900"],
+)
+def test_every_kernel_of_an_update_compiles(architecture: str, most: int, tmp_path: Path) -> None:
     """And fits into the shared memory of such a GPU."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(architecture)],
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), architecture],
         capture_output=True,
         text=True,
         check=False,

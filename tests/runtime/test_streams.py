@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from qfleet import networks, recipes, rng
+from qfleet import kernels, networks, recipes, rng
 from qfleet.acting.policy import Policy
 from qfleet.api import load_policy
 from qfleet.captured import CapturedLearner
 from qfleet.config import Config, override
-from qfleet.learner import Flat
+from qfleet.device import Captured
+from qfleet.learner import Flat, Learner
+from qfleet.replay import Replay
 from qfleet.runtime import evaluation, metrics
 from qfleet.runtime.evaluator import Evaluator, Stuck
 from qfleet.runtime.progress import Progress
@@ -88,6 +90,57 @@ def test_streams_are_close_where_kernels_round_otherwise(recipe: str, tmp_path: 
     ours, _ = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 10)
     assert ours.learner.updates == plain.learner.updates > 4
     torch.testing.assert_close(ours.learner.flat.data, plain.learner.flat.data, rtol=1e-3, atol=1e-4)
+
+
+class CompilationError(Exception):
+    pass
+
+
+def test_kernels_that_do_not_work_here_are_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU for which one of them does not compile: the run says why, and goes on with torch's operations."""
+    config = config_of("per", runtime__schedule="streams")
+    plain, losses = rounds(config, tmp_path / "a", 20)
+    monkeypatch.setattr(kernels, "why_not", lambda device: "")
+    on_device, asked = Replay.on_device, []
+
+    def refused(self: Replay, batch: int, kernels: bool) -> Any:
+        asked.append(kernels)
+        if kernels:
+            raise CompilationError("at 3:4:\n  tl.dot(x, y)\n  ^\nout of resources: shared memory")
+        return on_device(self, batch, kernels)
+
+    monkeypatch.setattr(Replay, "on_device", refused)
+    ours, our_losses = rounds(config, tmp_path / "b", 20)
+    assert asked == [True, False] and our_losses == losses > 0
+    assert isinstance(ours.learner, CapturedLearner) and not ours.learner.kernels
+    assert ours.learner._why_no_kernels == "CompilationError: out of resources: shared memory"
+    assert torch.equal(ours.learner.flat.data, plain.learner.flat.data)
+
+
+def test_an_error_without_kernels_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Replay, batch: int, kernels: bool) -> Any:
+        raise CompilationError("whatever")
+
+    monkeypatch.setattr(Replay, "on_device", broken)
+    with pytest.raises(CompilationError):
+        rounds(config_of("per", runtime__schedule="streams"), tmp_path / "run", 1)
+
+
+def test_what_is_slower_than_it_could_be_is_said() -> None:
+    """Once each: no kernels, no recording, a replay elsewhere. (The notes of a GPU, which nobody asks for on the CPU.)"""
+    config, spec = config_of("per"), Spec(obs_shape=(3,), obs_dtype="float32", num_actions=2)
+    captured = CapturedLearner(config, spec, torch.device("cpu"), "CompilationError: no room")
+    assert captured.notes() == []
+    captured._step = Captured(lambda: None, (), torch.device("cpu"))
+    captured._step.why_not = "RuntimeError: operation not permitted"
+    captured.device = torch.device("cuda")
+    recorded, kernels = captured.notes()
+    assert "could not be recorded" in recorded and "(RuntimeError: operation not permitted)" in recorded
+    assert "torch operations" in kernels and "(CompilationError: no room)" in kernels
+    plain = Learner(config, spec, torch.device("cpu"))
+    assert plain.notes() == []
+    plain.device = torch.device("cuda")
+    assert "replay is not on the GPU" in plain.notes()[0]
 
 
 @pytest.mark.parametrize("recipe", recipes.NAMES)
