@@ -224,6 +224,9 @@ def eval_parser() -> Parser:
     parser.add_argument("--episodes", type=int, default=20, metavar="N", help="episodes to play [20]")
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="seed of the episodes [from the run]")
     parser.add_argument("--epsilon", type=float, default=None, metavar="P", help="part of random actions [as the run's evaluations: 0.01 in Atari, else 0, greedy]")  # fmt: skip
+    parser.add_argument(
+        "--device", default="auto", metavar="D", help="cpu, cuda, or auto: the one that answers sooner [auto]"
+    )
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     return parser
 
@@ -297,8 +300,8 @@ def program() -> str:
     return shlex.quote(os.path.relpath(called))
 
 
-def evaluate(run: str, episodes: int, seed: int | None, epsilon: float | None, json: bool) -> int:
-    result = qfleet.evaluate(run, episodes, seed, epsilon)
+def evaluate(run: str, episodes: int, seed: int | None, epsilon: float | None, device: str, json: bool) -> int:
+    result = qfleet.evaluate(run, episodes, seed, epsilon, device)
     if json:
         from json import dumps
 

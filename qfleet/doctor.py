@@ -123,26 +123,27 @@ def _acting() -> Iterator[Line]:
     torch = _import("torch")
     if torch is None or not torch.cuda.is_available():
         return
-    from qfleet import networks, recipes
+    from qfleet import recipes
     from qfleet.acting import placement
-    from qfleet.acting.policy import Policy
     from qfleet.types import Spec
 
     frames = Spec(obs_shape=(84, 84), obs_dtype="uint8", num_actions=6, frame_stack=4)
     vector = Spec(obs_shape=(8,), obs_dtype="float32", num_actions=4)
     for name, env, spec in (("MLP", "LunarLander-v3", vector), ("Nature CNN", "pong", frames)):
-        config = recipes.make("dqn", env)
-
-        def policy_on(device: str, config: Any = config, spec: Spec = spec) -> Policy:
-            return Policy(networks.build(config, spec).to(device).eval(), config, spec, device)
-
-        measured = placement.crossover(policy_on, "cuda")
+        measured = placement.crossover(recipes.make("dqn", env), spec, "cuda")
         first = next((batch for batch, cpu, gpu in measured if gpu <= cpu), None)
         figures = ", ".join(f"{batch}: {cpu * 1e3:.2f} and {gpu * 1e3:.2f}" for batch, cpu, gpu in measured)
         choice = "CPU" if first is None else "GPU" if first == 1 else f"GPU from {first} environments on"
         yield f"acting, {name}", choice, f"ms on one core and GPU for so many environments: {figures}"
-    triton = _version("triton")
-    yield "triton", triton or "missing", "" if triton else "kernels of the GPU path need it: pip install triton"
+    from qfleet import kernels
+
+    why_not = kernels.why_not(torch.device("cuda"))
+    fix = "the GPU path is slower without: install triton, a C compiler and Python's headers"
+    yield (
+        "kernels",
+        "missing" if why_not else "usable",
+        f"{why_not}; {fix}" if why_not else f"Triton {_import('triton').__version__}",
+    )
 
 
 def _libraries() -> Iterator[Line]:

@@ -104,7 +104,7 @@ class Collector:
         self._columns = columns_of([envs.num_envs for envs in groups])
         self._ahead = len(groups) > 1  # steps stay in flight between rounds
         self._received: list[EnvStep | None] = [None] * len(groups)  # a step that a checkpoint had to wait for
-        self.waiting: tuple[int, float] | None = None  # for the step of which group, and since when
+        self.waiting: tuple[int, float] | None = None  # for which group, and since when
         self.steps = self.ticks = 0
         self.episodes = Episodes(n)
         self.env_seconds = self.act_seconds = 0.0
@@ -124,7 +124,10 @@ class Collector:
         self._now_first.fill(True)
         self.actor.begin_round(self.ticks)
         for g, (envs, columns) in enumerate(zip(self.groups, self._columns, strict=True)):
-            self.actor.observe(g, envs.reset(None if seed is None else seed + g), self._now_first[columns])
+            self.waiting = (g, time.perf_counter())
+            obs = envs.reset(None if seed is None else seed + g)
+            self.waiting = None
+            self.actor.observe(g, obs, self._now_first[columns])
         if self._ahead:
             for g in range(len(self.groups)):
                 self.actor.begin(g)
@@ -244,8 +247,10 @@ class Collector:
         if state["envs"] is None:
             self.start(rng.derive(self.config.seed, f"resume {self.ticks}"))
             return
-        for envs, saved in zip(self.groups, in_order(state["envs"], len(self.groups)), strict=True):
-            envs.load_state(saved)
+        for g, saved in enumerate(in_order(state["envs"], len(self.groups))):
+            self.waiting = (g, time.perf_counter())
+            self.groups[g].load_state(saved)
+            self.waiting = None
         if self._ahead:
             self._received = [EnvStep(**s) for s in in_order(state["received"], len(self.groups))]
         self._sent[:] = state["sent"]

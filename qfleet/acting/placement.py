@@ -12,14 +12,21 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from qfleet import networks
 from qfleet.acting.policy import Policy, Recorded
+from qfleet.config import Config
+from qfleet.types import Spec
 
 BUDGET = 0.1  # seconds of measuring on each device
 LEAST = 3  # measurements
 
 
+def untrained(config: Config, spec: Spec, device: str) -> Policy:
+    return Policy(networks.build(config, spec).to(device).eval(), config, spec, device)
+
+
 def seconds(policy: Policy, batch: int) -> float:
-    """From observations in main memory to actions in main memory, as it will be done: recorded on a GPU, else on one core.
+    """From observations in main memory to actions in main memory: recorded on a GPU, else on one core.
 
     (The other cores belong to the environments.) The median of some tries.
     """
@@ -45,12 +52,15 @@ def median_seconds(once: Callable[[], object]) -> float:
     return float(np.median(times))
 
 
-def choose(policy_on: Callable[[str], Policy], batch: int, gpu: str) -> str:
-    """The device that answers a batch of this size sooner: `gpu` or cpu."""
-    return gpu if seconds(policy_on(gpu), batch) <= seconds(policy_on("cpu"), batch) else "cpu"
+def choose(config: Config, spec: Spec, batch: int, device: torch.device) -> str:
+    """The device that answers a batch of this size sooner: this one or the CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    there, here = (seconds(untrained(config, spec, name), batch) for name in (str(device), "cpu"))
+    return str(device) if there <= here else "cpu"
 
 
-def crossover(policy_on: Callable[[str], Policy], gpu: str) -> list[tuple[int, float, float]]:
+def crossover(config: Config, spec: Spec, gpu: str) -> list[tuple[int, float, float]]:
     """(batch, seconds on one core, seconds on the GPU) for some numbers of environments."""
-    here, there = policy_on("cpu"), policy_on(gpu)
+    here, there = untrained(config, spec, "cpu"), untrained(config, spec, gpu)
     return [(batch, seconds(here, batch), seconds(there, batch)) for batch in (1, 8, 64, 512)]

@@ -53,6 +53,7 @@ class Evaluator:
     ) -> None:
         self.policy, self._episodes, self._stop_asked = policy, episodes, stop
         self._patience, self._moved = patience, 0.0
+        self._awaited: float | None = None
         self._flat, self._copied = Flat(policy.net, policy.device), Mark(policy.device)
         self._queue = Queue(policy.device, urgent=True)
         self._stop = False
@@ -70,13 +71,17 @@ class Evaluator:
 
     @property
     def waiting(self) -> float | None:
-        """Since when (time.perf_counter) an evaluation on the calling thread has been waiting for a step."""
-        return (self._moved or None) if self._pool is None else None
+        """Since when (time.perf_counter) the calling thread has been waiting: for a step of its evaluation, or in `ready`."""
+        return (self._moved or None) if self._pool is None else self._awaited
 
     def ready(self) -> None:
         """Return when environments that are made beside are there; raises what making them raised."""
         if self._making is not None:
-            self._making.result()
+            self._awaited = time.perf_counter()
+            try:
+                self._making.result()
+            finally:
+                self._awaited = None
 
     @torch.no_grad()
     def start(self, parameters: Flat, seed: int, step: int) -> None:
@@ -122,6 +127,11 @@ class Evaluator:
     def _ended(self) -> bool:
         self._moved = time.perf_counter()
         return self._stop or self._stop_asked()
+
+    def kill(self) -> None:
+        """End environments that do not answer."""
+        if self._envs is not None:
+            self._envs.kill()
 
     def close(self) -> None:
         self._stop = True

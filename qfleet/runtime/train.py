@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from qfleet import networks, rng
-from qfleet.acting.policy import Policy
+from qfleet import machine, rng
+from qfleet.acting import placement
 from qfleet.config import Config, ConfigError, dump_yaml
 from qfleet.envs import Envs
 from qfleet.learner import Flat, Learned
@@ -139,6 +139,9 @@ class Trainer:
         self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
         self.stop_reason = ""
         self.signal: int | None = None
+        self._begun = False
+        if seconds := config.runtime.watchdog:
+            self._open.callback(Watchdog(self._waiting, seconds, self._environments_stuck).close)
         position = self._load() if resume else None
         if resume:
             progress.message(f"  resumed       from the checkpoint at step {worker.steps:,}")
@@ -152,14 +155,13 @@ class Trainer:
         self.metrics = Metrics(run_dir, position)
         self._open.callback(self.metrics.close)
         self.window.begin()
+        self._begun = True
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train until total_steps, an early stop or a signal; each of these leaves a checkpoint."""
         previous = catch_signals(self._signalled)
-        if seconds := self.config.runtime.watchdog:
-            self._open.callback(Watchdog(self._waiting, seconds, self._environments_stuck).close)
         if self.worker.over:
             self.stop_reason = "total_steps"  # a finished run, resumed
         try:
@@ -210,13 +212,17 @@ class Trainer:
         """Save and end the process. `training`: without the environments of the training, which do not answer."""
         message = f"{who} did not answer for {self.config.runtime.watchdog:g} s, and the run cannot go on."
         try:
-            self._save(stuck=training)
-            message += f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
+            if self._begun:
+                self._save(stuck=training)
+                message += f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
+            elif self._new:  # a run that never began leaves nothing behind
+                shutil.rmtree(self.run_dir, ignore_errors=True)
         except Exception as e:  # whatever fails here, the process must end, and say why
             message += f" Saving failed: {e}. {self._last_checkpoint()}"
         finally:
             self.progress.close()
             self.worker.kill()
+            self.evaluator.kill()
             print(f"qfleet: error: {message} (--runtime.watchdog sets the time.)", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -255,12 +261,13 @@ class Trainer:
         self.progress.update(step, values)
 
     def _make_evaluator(self, beside: bool) -> Evaluator:
-        config, spec, device = self.config, self.worker.envs.spec, self.worker.device
-        net = networks.build(config, spec).to(device).eval()
+        config, spec = self.config, self.worker.envs.spec
         seed, episodes = rng.derive(config.seed, "evaluation environments"), config.runtime.eval_episodes
-        threads = max(1, self.worker.threads // EVALUATION_SHARE) if beside else self.worker.threads
+        cores = min(self.worker.threads, machine.cores())
+        threads = max(1, cores // EVALUATION_SHARE) if beside else self.worker.threads
+        device = placement.choose(config, spec, evaluation.num_envs(episodes), self.worker.device)
         evaluator = Evaluator(
-            Policy(net, config, spec, device),
+            placement.untrained(config, spec, device),
             lambda: evaluation.make_envs(config.env, episodes, seed, threads),
             episodes,
             beside=beside,

@@ -73,14 +73,7 @@ class Worker:
 
     def _place(self, config: Config) -> str:
         """Where actions are computed, measured with the network and the number of environments in use."""
-        if self.device.type == "cpu":
-            return "cpu"
-        spec = self.envs.spec
-
-        def policy_on(name: str) -> Policy:
-            return Policy(networks.build(config, spec).to(name).eval(), config, spec, name)
-
-        chosen = placement.choose(policy_on, self.envs.num_envs, str(self.device))
+        chosen = placement.choose(config, self.envs.spec, self.envs.num_envs, self.device)
         return chosen if self.team.size == 1 else torch.device(chosen).type
 
     def build(self) -> None:

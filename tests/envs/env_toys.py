@@ -116,17 +116,25 @@ def stubborn(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
 
 
 class Hanging(Saved):
-    """Never returns from a step once the file it is told to look for exists, if it is the first to find it."""
+    """Never returns from a step, or from its first reset, once the file it is told to look for exists, if it is the first to find it."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, reset: bool = False) -> None:
         super().__init__(length=50)
-        self.file = file
+        self.file, self.in_reset = file, reset
+
+    def hang(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.file, self.file + ".found")
+            threading.Event().wait()
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if self.in_reset:
+            self.hang()
+        return super().reset(**kwargs)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.episode == 2 and self.t == 5:
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self.file, self.file + ".found")
-                threading.Event().wait()
+            self.hang()
         return super().step(action)
 
 

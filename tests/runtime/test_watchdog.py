@@ -12,12 +12,32 @@ import qfleet
 TOYS = str(Path(__file__).parents[1] / "envs")
 
 
+def hanging(tmp_path: Path, *words: str) -> str:
+    """Train where an environment hangs -> what is said about it. Nobody is left behind."""
+    (tmp_path / "hang").touch()
+    path = f"{TOYS}{os.pathsep}{tmp_path}"  # workers are told it on their command line
+    done = subprocess.run(
+        [sys.executable, "-m", "qfleet", "train", *words], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert (tmp_path / "hang.found").exists()
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in told(p)]
+    return done.stderr
+
+
+def told(cmdline: Path) -> str:
+    try:
+        return cmdline.read_text()
+    except OSError:  # it has ended
+        return ""
+
+
 @pytest.mark.parametrize(
     ("vectorize", "schedule", "groups", "eval_every", "named"),
     [
         ("subprocess", "pipelined", 2, 0, "environments 0 to 1) did not answer for 2 s"),
         ("inprocess", "serial", 1, 0, "4 environments did not answer for 2 s"),
-        ("inprocess", "serial", 1, 100, "the evaluation's environments did not answer for 2 s"),
+        ("subprocess", "serial", 1, 100, "the evaluation's environments did not answer for 2 s"),
     ],
 )
 def test_a_hanging_environment(
@@ -30,19 +50,27 @@ def test_a_hanging_environment(
     named: str,
 ) -> None:
     """It hangs in the second episode of the first environment that gets there: one of the evaluation's, if there is one early."""
-    (tmp_path / "hang").touch()
     monkeypatch.syspath_prepend(TOYS)
-    command = [
-        sys.executable, "-m", "qfleet", "train", "env_toys:Hanging-v0", "--recipe", "dqn", "--run-dir", str(tmp_path / "run"),
+    said = hanging(
+        tmp_path, "env_toys:Hanging-v0", "--recipe", "dqn", "--run-dir", str(tmp_path / "run"),
         "--env-kwargs", f"file={tmp_path / 'hang'}", "--env.vectorize", vectorize, "--num-envs", "4", "--runtime.groups", str(groups),
         "--runtime.schedule", schedule, "--runtime.lag", "1", "--total-steps", "1000", "--replay.min-steps", "50", "--runtime.watchdog", "2",
         "--runtime.emulator-threads", "2", "--learner.batch-size", "16", "--runtime.eval-every", str(eval_every), "--runtime.eval-episodes", "40",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": TOYS}, timeout=120
-    )
-    assert done.returncode == 1
-    assert named in done.stderr and "Traceback" not in done.stderr and f"--resume {tmp_path / 'run'}" in done.stderr
-    assert (tmp_path / "hang.found").exists()
+    )  # fmt: skip
+    assert named in said and f"--resume {tmp_path / 'run'}" in said
     run = qfleet.train(resume=tmp_path / "run", progress=False)
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 1000
+
+
+@pytest.mark.parametrize(
+    ("vectorize", "named"), [("subprocess", "environments 0 to 1"), ("inprocess", "4 environments")]
+)
+def test_an_environment_that_hangs_in_its_first_reset(tmp_path: Path, vectorize: str, named: str) -> None:
+    """The run never began, and leaves nothing behind."""
+    said = hanging(
+        tmp_path, "env_toys:Hanging-v0", "--recipe", "dqn", "--run-dir", str(tmp_path / "run"), "--runtime.watchdog", "2",
+        "--env-kwargs", f"file={tmp_path / 'hang'}", "--env-kwargs", "reset=true", "--env.vectorize", vectorize, "--num-envs", "4",
+        "--runtime.emulator-threads", "2",
+    )  # fmt: skip
+    assert named in said and "did not answer for 2 s" in said and "--resume" not in said
+    assert not (tmp_path / "run").exists()
