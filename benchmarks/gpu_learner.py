@@ -79,7 +79,12 @@ def ours(
         settings["replay.prioritized"] = True
     settings |= dict(item.split("=", 1) for item in more)
     config = override(recipes.make(recipe, "pong", gpu=True), settings)
+    before = torch.cuda.memory_allocated()
     replay = filled(config, spec)
+    print(
+        f"  replay of {CAPACITY:,} steps: {(torch.cuda.memory_allocated() - before) / 1e9:.3f} GB on the GPU",
+        flush=True,
+    )
     learner = CapturedLearner(config, spec, DEVICE)
     if not by_hand:
         learner.by_hand, learner.low = False, None

@@ -171,7 +171,8 @@ class LearnerConfig:
     tau: float = opt(1.0, "Polyak averaging into the target network; 1 = plain copy")
     weight_decay: float = opt(0.0, "decoupled weight decay")
     precision: Literal["auto", "fp32", "bf16"] = opt(
-        "auto", "of forward and backward; auto = bf16 on a GPU that has it, fp32 elsewhere. Parameters are always fp32"
+        "auto",
+        "of forward and backward; auto = bf16 on a GPU that has it (not for your own network), fp32 elsewhere. Parameters are always fp32",
     )
     compile: Literal["auto", "on", "off"] = opt(
         "auto", "torch.compile for the update; auto = off (on the CPU it was measured not to pay)"

@@ -153,13 +153,14 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, capsys):
 
 def test_the_other_commands():
     assert parse(["eval", "r"]) == Command(
-        "eval", {"run": "r", "episodes": 20, "seed": None, "epsilon": None, "json": False}
+        "eval", {"run": "r", "episodes": 20, "seed": None, "epsilon": None, "device": "auto", "json": False}
     )
     assert parse(["eval", "r", "--episodes", "3", "--seed", "7", "--json"]).args == {
         "run": "r",
         "episodes": 3,
         "seed": 7,
         "epsilon": None,
+        "device": "auto",
         "json": True,
     }
     assert parse(["plot", "a", "b", "-o", "f.svg"]).args == {
@@ -220,8 +221,8 @@ def test_eval_prints_a_sentence_or_json(monkeypatch, capsys):
 
     calls = []
 
-    def evaluate(run, episodes, seed, epsilon):
-        calls.append((run, episodes, seed, epsilon))
+    def evaluate(run, episodes, seed, epsilon, device):
+        calls.append((run, episodes, seed, epsilon, device))
         return Evaluation(**{**vars(RESULT), "epsilon": epsilon or 0.0})
 
     monkeypatch.setattr(qfleet, "evaluate", evaluate, raising=False)
@@ -230,9 +231,9 @@ def test_eval_prints_a_sentence_or_json(monkeypatch, capsys):
     assert list(vars(RESULT)) == ["env", "step", "episodes", "mean_return", "std_return", "returns", "epsilon"]
     assert main(["eval", "r"]) == 0
     assert "CartPole-v1 at step 50,000: return 499.5 ± 0.5 over 2 greedy episodes." in capsys.readouterr().out
-    assert main(["eval", "r", "--epsilon", "0.05"]) == 0
+    assert main(["eval", "r", "--epsilon", "0.05", "--device", "cpu"]) == 0
     assert "over 2 episodes, 0.05 of the actions random." in capsys.readouterr().out
-    assert calls == [("r", 2, 5, None), ("r", 20, None, None), ("r", 20, None, 0.05)]
+    assert calls == [("r", 2, 5, None, "auto"), ("r", 20, None, None, "auto"), ("r", 20, None, 0.05, "cpu")]
 
 
 @pytest.mark.parametrize(("number", "code"), [(None, 0), (2, 130), (15, 143)])

@@ -52,7 +52,7 @@ EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected") 
 REACH = 10.0  # seconds for a cluster to take a connection
 ANSWER = 1.0  # seconds for a learner to say which version it has
 FAIR = {"worker_niceness": 0}  # Ray's 15 leaves learners a thirtieth of a core that another program uses
-SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
+SECONDS = ("env", "act", "learn", "transfer", "wait", "wait_actions", "sync/wait")  # on a learner's clock
 
 
 class Fleet:

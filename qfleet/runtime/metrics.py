@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports torch, which those who only read metrics do with
     from qfleet.learner import Learned
 
 FILE_NAME = "metrics.jsonl"
-SHARES = ("env", "act", "learn", "transfer", "wait")  # of the time, in seconds on the clock
+SHARES = ("env", "act", "learn", "transfer", "wait", "wait_actions")  # of the time, in seconds on the clock
 Row = dict[str, float]
 
 

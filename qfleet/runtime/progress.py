@@ -148,6 +148,14 @@ class Progress:
                 ("epsilon", value("rollout/exploration_rate"), ".3f"),
             ),
         )
+        grid.add_row(
+            "pipeline",
+            _cells(
+                ("samples/step", value("pipeline/samples_per_step"), ".3g"),
+                ("lag", value("pipeline/lag"), ".0f"),
+                ("MB/s copied", value("pipeline/transfer_mb_per_second"), ",.0f"),
+            ),
+        )
         shares = [(label, value(name, 0.0), style) for name, label, style in SHARES]
         other = 1.0 - sum(share for _, share, _ in shares)
         if "pipeline/env" in self._values and other > 0.005:
@@ -166,14 +174,19 @@ def bottleneck(values: Mapping[str, float]) -> str:
     """What takes most of the time: making that faster makes the run faster."""
     if "pipeline/env" not in values:
         return ""
-    env, act, learn, wait = (values.get(f"pipeline/{name}", 0.0) for name in ("env", "act", "learn", "wait"))
-    if values.get("sync/wait", 0.0) > max(env, act, learn):
+    names = ("env", "act", "learn", "transfer", "wait", "wait_actions")
+    env, act, learn, transfer, wait, for_actions = (values.get(f"pipeline/{name}", 0.0) for name in names)
+    agreeing = values.get("sync/wait", 0.0)
+    acting, for_learner = act + for_actions, wait - for_actions - agreeing
+    if agreeing > max(env, acting, learn):
         return "agreeing: larger batches, or a mode that meets less often, would help"
-    in_turn = env + act + learn < 1.05  # shares of the time; otherwise learning goes on beside the others
-    if learn > 0.9 or (in_turn and learn > max(env, act)):
+    in_turn = env + acting + learn < 1.05  # shares of the time; otherwise learning goes on beside the others
+    if learn > max(env, acting) if in_turn else learn > 0.9 or for_learner > 0.1:
         return "learning: fewer samples per step or a faster device would help"
-    if env >= act + (0.0 if in_turn else wait):  # in turn, who waits, waits for the learner
+    if env >= acting:
         return "environments: more cores or faster environments would help"
+    if transfer > acting / 2:
+        return "copies: smaller observations (or env.frame_stack, which sends each frame once) would help"
     return "acting: more environments per group would help"
 
 
@@ -197,6 +210,8 @@ def line(step: int, total: int, values: Mapping[str, float]) -> str:
     ):
         if name in values:
             parts.append(text.format(values[name]))
+    if limit := bottleneck(values):
+        parts.append(f"limit {limit.partition(':')[0]}")
     if (seconds := eta(step, total, values)) is not None:
         parts.append(f"ETA {duration(seconds)}")
     return "  ".join(parts)

@@ -12,6 +12,9 @@ VALUES = {
     "eval/mean_reward": 312.0,
     "train/loss": 0.0123,
     "rollout/exploration_rate": 0.05,
+    "pipeline/samples_per_step": 8.0,
+    "pipeline/lag": 1.0,
+    "pipeline/transfer_mb_per_second": 21.3,
     "pipeline/env": 0.4,
     "pipeline/act": 0.2,
     "pipeline/learn": 0.35,
@@ -49,7 +52,7 @@ def test_a_plain_line_shows_everything_known(capsys):
         progress.message("checkpoint saved")
     assert capsys.readouterr().out.splitlines() == [
         "CartPole-v1 dqn",
-        "step 12,000/50,000  24%  3,100 steps/s  820 upd/s  return 187.3  eval 312.0  loss 0.0123  eps 0.05  ETA 13s",
+        "step 12,000/50,000  24%  3,100 steps/s  820 upd/s  return 187.3  eval 312.0  loss 0.0123  eps 0.05  limit environments  ETA 13s",
         "checkpoint saved",
     ]
 
@@ -104,6 +107,8 @@ def test_the_table_shows_every_part_within_80_columns(capsys):
         "updates/s 820",
         "training 187.3",
     ):
+        assert part in text
+    for part in ("samples/step 8", "lag 1", "MB/s copied 21", "limit     environments"):
         assert part in text
     for part in ("evaluation 250.0", "best 312.0", "loss 0.0123", "epsilon 0.050", "envs 40%", "waiting 5%"):
         assert part in text
@@ -176,18 +181,27 @@ def test_line_for_negative_returns_and_huge_losses():
 
 
 @pytest.mark.parametrize(
-    ("env", "act", "learn", "wait", "limit"),
+    ("env", "act", "learn", "for_actions", "for_learner", "transfer", "limit"),
     [
-        (0.8, 0.1, 0.2, 0.0, "environments"),
-        (0.2, 0.1, 0.7, 0.0, "learning"),
-        (0.1, 0.2, 0.97, 0.7, "learning"),
-        (0.2, 0.3, 0.6, 0.4, "acting"),
-        (0.4, 0.1, 0.5, 0.5, "learning"),  # lag 0 on a GPU: what is waited for is the learner
-        (0.5, 0.45, 0.6, 0.0, "environments"),  # the learner is busy, and nobody waits for it
-        (0.3, 0.2, 0.7, 0.45, "acting"),
+        (0.8, 0.1, 0.2, 0.0, 0.0, 0.0, "environments"),
+        (0.2, 0.1, 0.7, 0.0, 0.0, 0.0, "learning"),
+        (0.1, 0.2, 0.97, 0.0, 0.7, 0.0, "learning"),
+        (0.2, 0.3, 0.6, 0.4, 0.0, 0.0, "acting"),
+        (0.4, 0.1, 0.5, 0.0, 0.5, 0.0, "learning"),  # lag 0 on a GPU: what is waited for is the learner
+        (0.5, 0.45, 0.6, 0.0, 0.0, 0.0, "environments"),  # the learner is busy, and nobody waits for it
+        (0.3, 0.2, 0.7, 0.45, 0.0, 0.0, "acting"),
+        (0.3, 0.2, 0.7, 0.0, 0.45, 0.0, "learning"),
+        (0.3, 0.1, 0.15, 0.45, 0.0, 0.1, "acting"),  # a GPU that is slow to answer
+        (0.05, 0.03, 0.1, 0.85, 0.0, 0.8, "copies"),
     ],
 )
-def test_the_bottleneck_is_named(env: float, act: float, learn: float, wait: float, limit: str) -> None:
-    values = {"pipeline/env": env, "pipeline/act": act, "pipeline/learn": learn, "pipeline/wait": wait}
+def test_the_bottleneck_is_named(
+    env: float, act: float, learn: float, for_actions: float, for_learner: float, transfer: float, limit: str
+) -> None:
+    values = {
+        "pipeline/env": env, "pipeline/act": act, "pipeline/learn": learn, "pipeline/transfer": transfer,
+        "pipeline/wait_actions": for_actions, "pipeline/wait": for_actions + for_learner,
+    }  # fmt: skip
     assert bottleneck(values).startswith(limit)
+    assert line(1, 10, values).endswith(f"limit {limit}")
     assert bottleneck({}) == ""

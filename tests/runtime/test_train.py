@@ -307,6 +307,33 @@ def test_auto_overlaps_where_a_core_is_left_for_the_environments(
         assert resolve(config, made, CPU, CPU).runtime.schedule == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "kind", "has_bf16", "expected"),
+    [
+        ("cuda:0", "auto", True, "bf16"),
+        ("cuda:0", "auto", False, "fp32"),  # a GPU that would only emulate it
+        ("cuda:0", "mine:Net", True, "fp32"),  # its last layer would be bf16, too
+        ("cpu", "auto", True, "fp32"),
+    ],
+)
+def test_precision_is_low_where_that_is_fast_and_right(
+    device: str, kind: str, has_bf16: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
+    )
+    config = override(recipes.make("dqn", "CartPole-v1"), {"network.kind": kind})
+    place = torch.device(device)
+    with envs.make(config.env, seed=1, threads=1) as made:
+        assert resolve(config, made, place, place).learner.precision == expected
+
+
+def test_replay_and_learner_on_two_gpus_are_refused() -> None:
+    config = override(recipes.make("dqn", "CartPole-v1"), {"replay.device": "cuda:1"})
+    with envs.make(config.env, seed=1, threads=1) as made, pytest.raises(ConfigError, match="two GPUs"):
+        resolve(config, made, torch.device("cuda:0"), torch.device("cuda:1"))
+
+
 def test_small_helpers() -> None:
     assert crossed(9, 10, 10) and not crossed(10, 19, 10) and not crossed(0, 99, 0)
     assert (

@@ -1,0 +1,40 @@
+"""A recorded update against the same kernels launched one by one."""
+
+import pytest
+import torch
+from test_nature import DEVICE, SPEC, config_of, filled
+
+from qfleet import recipes
+from qfleet.captured import CapturedLearner
+from qfleet.config import override
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is recorded without a GPU")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("recipe", recipes.NAMES)
+def test_recorded_updates_are_those_that_were_recorded(recipe: str, precision: str) -> None:
+    """The same draws, losses, priorities and parameters, across refreshes of the target network, to the rounding of float32."""
+    settings = {
+        "network.atoms": 7,
+        "learner.target_interval": 3,
+        "learner.adam_eps": 1e-4,
+        "learner.precision": precision,
+    }
+    config = override(override(config_of(), recipes.RECIPES[recipe][1]), settings)
+
+    def trained(recorded: bool) -> list[torch.Tensor]:
+        learner, replay = CapturedLearner(config, SPEC, DEVICE), filled(config)
+        learner.prepare(replay)
+        assert learner._step is not None and learner._step._graph is not None, learner.notes()
+        if not recorded:
+            learner._step._graph = None
+        for updates in (1, 4, 2):
+            learner.learn(replay, updates, beta=0.5)
+        told = learner.flush()
+        assert told is not None and learner.updates == 7
+        batch = replay.sample(99, beta=0.5)  # priorities decide what is drawn, and how it weighs
+        numbers = torch.tensor([told.loss_sum, told.q_mean], device=DEVICE)
+        return [learner.flat.data, learner.target.data, numbers, batch.action.float(), batch.weight]
+
+    for got, expected in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
