@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -210,21 +210,24 @@ class Trainer:
 
     def _stuck(self, who: str, training: bool = False) -> None:
         """Save and end the process. `training`: without the environments of the training, which do not answer."""
-        message = f"{who} did not answer for {self.config.runtime.watchdog:g} s, and the run cannot go on."
+        message = ""
         try:
-            if self._begun:
+            if not self._begun:
+                if self._new:  # it leaves nothing behind
+                    shutil.rmtree(self.run_dir, ignore_errors=True)
+            elif (
+                isinstance(self.worker, Worker) and self.team.size > 1
+            ):  # the others do not know, and would not save theirs
+                message = f" {self._last_checkpoint()}"
+            else:
                 self._save(stuck=training)
-                message += f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
-            elif self._new:  # a run that never began leaves nothing behind
-                shutil.rmtree(self.run_dir, ignore_errors=True)
+                message = f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
         except Exception as e:  # whatever fails here, the process must end, and say why
-            message += f" Saving failed: {e}. {self._last_checkpoint()}"
+            message = f" Saving failed: {e}. {self._last_checkpoint()}"
         finally:
             self.progress.close()
-            self.worker.kill()
             self.evaluator.kill()
-            print(f"qfleet: error: {message} (--runtime.watchdog sets the time.)", file=sys.stderr, flush=True)
-            os._exit(1)
+            give_up(self.worker, who, message)
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
@@ -375,17 +378,24 @@ class Follower:
 
     def __init__(self, config: Config, run_dir: Path, team: Team, resume: bool = False) -> None:
         self.team, self.worker = team, Worker(config, team)
+        self._open = contextlib.ExitStack()
+        self._open.callback(self.worker.close)
         try:
             self.worker.build()
             self.config = self.worker.config
+            if seconds := config.runtime.watchdog:
+                self._open.callback(Watchdog(self.worker.waiting, seconds, self._stuck).close)
             self.checkpoints = Checkpoints(run_dir / "learners" / str(team.rank), config.runtime.keep)
             if resume:
                 self.worker.load(self.checkpoints)
             else:
                 self.worker.start()
         except BaseException:
-            self.worker.close()
+            self._open.close()
             raise
+
+    def _stuck(self) -> None:
+        give_up(self.worker, f"learner {self.team.rank}: {self.worker.awaited()}", "")
 
     def run(self) -> None:
         previous = catch_signals(lambda number: self.team.stop())
@@ -399,7 +409,7 @@ class Follower:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            self.worker.close()
+            self._open.close()
 
     def _save(self) -> None:
         self.worker.settle()
@@ -426,6 +436,17 @@ def catch_signals(caught: Callable[[int], None]) -> dict[int, Any]:
             os._exit(128 + number)
 
     return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def give_up(worker: Crew, who: str, what_else: str) -> NoReturn:
+    """End this process, of which a thread is stuck in environments that do not answer."""
+    worker.kill()
+    seconds = f"{worker.config.runtime.watchdog:g} s"
+    message = (
+        f"{who} did not answer for {seconds}, and the run cannot go on.{what_else} (--runtime.watchdog sets the time.)"
+    )
+    print(f"qfleet: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def crossed(before: int, after: int, every: int) -> bool:
