@@ -301,6 +301,22 @@ def test_a_backup_worker_that_is_late_is_not_owed_what_it_missed(running: Callab
     assert [pupil.updates for pupil in pupils] == [CLOCKS] * 3 and on.servers[0].shard.version == CLOCKS
 
 
+@pytest.mark.parametrize(("mode", "more"), [("async", {}), ("ssp", {}), ("window", {"window": 1})])
+def test_who_was_aside_goes_on_with_the_target_of_the_others(
+    running: Callable[..., Running], mode: str, more: dict[str, Any]
+) -> None:
+    """As at a checkpoint: one saves its part and waits, the other is still on its way. What the first one pushes next is as old as it is."""
+    on = running(mode, 2, learners=2, learner={"target_interval": 4}, **more)
+    clients, pupils = joined(on, 2)
+    with clients[0].aside():
+        update(pupils[1:], 8)
+    assert not torch.equal(on.target, Problem(torch.float32).initial)
+    update(pupils[:1], 1)
+    assert torch.equal(pupils[0].target.data, on.target) and torch.equal(pupils[0].parameters, on.params)
+    counts = clients[0].traffic.counts()
+    assert counts["sync/stale"] == counts["sync/stale_8"] * 8 == 8
+
+
 def test_who_connects_while_a_server_closes_is_told() -> None:
     async def closing() -> socket.socket:
         listener = Listener({}, "token", "127.0.0.1")
