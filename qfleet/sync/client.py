@@ -66,7 +66,9 @@ class Client:
         self._params, self._target = torch.zeros(size), torch.zeros(size)
         self._position = Position(-1, -1, 0.0, {})
         self._whole = threading.Lock()  # the three above belong together
-        self._given = self._position  # of what the learner itself has: a version may arrive here while it does something else
+        self._given = (
+            self._position
+        )  # of what the learner itself has: a version may arrive here while it does something else
         self._local: Local | None = None
         self._sequence = 0
         self._pushed = 0  # bytes of the last push
@@ -139,6 +141,11 @@ class Client:
     def newest(self) -> Tensor:
         self._try(lambda: self._take(self._ask("newest", [self._position.target_version])))
         return self._params
+
+    def flush(self) -> None:
+        """For a checkpoint: what waits for a window becomes a version, and all shards have the newest one."""
+        self._try(lambda: self._servers[0]("flush").receive())
+        self.newest()
 
     def leave(self, worker: int | None = None, successor: int = 0) -> None:
         """Nobody waits for this worker, or another one, any more. Incarnations before its successor cannot join again."""
