@@ -5,12 +5,14 @@ without faults, to compare. What was seen goes to benchmarks/results/faults.json
 
 pause    the longest time between two reports of survivors, from a fault to the next one (or 10 s)
 lost     pushes, or parts of them, that were in a version and are not in the parameters any more: what a restarted server's copy
-         did not have; and versions it skipped, because it had not carried them out when it ended
+         did not have; and versions it skipped, because it had not carried them out when it ended. What a version named and a
+         server did not have (missing) fails the proof
 returns  greedy evaluation of the best and of the last parameters
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -21,10 +23,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import qfleet
-from qfleet.config import Config
+from qfleet.config import Config, override
 from qfleet.runtime.actors import ServerActor
 from qfleet.runtime.cluster import FAIR, Fleet
 from qfleet.runtime.servers import Servers
@@ -67,9 +71,12 @@ class Ledger(ServerActor):
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
 
-    async def restore(self, state: State, part: Copy, position: Position, members: Mapping[int, int]) -> None:
-        await super().restore(state, part, position, members)
-        self._note({"copy": part.position.version, "position": position.version})
+    async def restore(
+        self, state: State, part: Copy, position: Position, workers: Mapping[int, tuple[int, bool]]
+    ) -> int:
+        version = await super().restore(state, part, position, workers)  # of the copy, or of a newer snapshot
+        self._note({"copy": version, "position": position.version})
+        return version
 
 
 def audit(path: Path) -> dict[str, int]:
@@ -92,7 +99,36 @@ def audit(path: Path) -> dict[str, int]:
             applied[version] = [tuple(key) for key in entry["keys"]]
     keys = [key for parts in applied.values() for key in parts]
     assert len(keys) == len(set(keys)), "a push was applied twice"
-    return {"applied": len(keys), "lost": lost, "missing": missing, "skipped": skipped, "version": version}
+    assert not missing, f"{missing} parts of pushes are not in the versions that name them"
+    return {"applied": len(keys), "lost": lost, "skipped": skipped, "version": version}
+
+
+def test_the_ledger_says_what_a_server_has(tmp_path: Path) -> None:
+    """Restored from a snapshot that is newer than the learners' copy, it is without the versions after that; and a part that is not there counts."""
+    config, initial = override(Config(), {"run_dir": str(tmp_path), "sync.mode": "async"}), np.zeros(64, np.float32)
+
+    def pushed(ledger: Ledger, version: int, part: bool = True) -> None:
+        if part:
+            ledger._server.shard.stage((0, 0, version - 1), torch.zeros(64))
+        ledger._server.shard.commit(Commit(version, (((0, 0, version - 1), 1.0),), 0.1, False, float(version)))
+
+    async def run() -> Ledger:
+        ledger, snapshot = Ledger(config, 0, initial, "token"), State()
+        for version in range(1, 6):
+            pushed(ledger, version)
+            snapshot = await ledger.state() if version == 3 else snapshot
+        ledger._file.close()
+        again = Ledger(config, 0, initial, "token")
+        copy = Copy(Position(2, 0, 2.0, {0: (0, 1)}), initial, initial)
+        assert await again.restore(snapshot, copy, Position(5, 0, 5.0, {0: (0, 4)}), {}) == 3
+        return again
+
+    again = asyncio.run(run())
+    assert audit(tmp_path / "ledger_0.jsonl") == {"applied": 3, "lost": 2, "skipped": 0, "version": 5}
+    pushed(again, 6, part=False)
+    with pytest.raises(AssertionError, match="1 parts of pushes are not in the versions that name them"):
+        audit(tmp_path / "ledger_0.jsonl")
+    again._file.close()
 
 
 class Disturbance:

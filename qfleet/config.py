@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -278,6 +279,24 @@ GRADIENT_MODES = (
     "ssp",
 )  # learners push gradients; in the others they train alone for a while
 BARRIER_MODES = ("sync", "localsgd", "diloco", "admm")  # they go through their rounds together
+LOCAL_MODES = ("localsgd", "diloco", "easgd", "admm")
+
+# Settings that have an effect only where another one has one of these values.
+ONLY_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
+    "staleness": ("mode", ("async", "ssp")),
+    "damping": ("mode", ("async", "ssp")),
+    "window": ("mode", ("window",)),
+    "window_ms": ("mode", ("window",)),
+    "local_steps": ("mode", LOCAL_MODES),
+    "outer_lr": ("mode", ("diloco",)),
+    "outer_momentum": ("mode", ("diloco",)),
+    "elasticity": ("mode", ("easgd",)),
+    "rho": ("mode", ("admm",)),
+    "rho_adapt": ("mode", ("admm",)),
+    "topk": ("codec", ("topk",)),
+    "rank": ("codec", ("powersgd",)),
+    "servers": ("transport", ("server", "auto")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +347,15 @@ class SyncConfig:
         _check(self.rank >= 1, "sync.rank", self.rank, "at least 1")
         _check(self.heartbeat > 0, "sync.heartbeat", self.heartbeat, "positive")
         _check(all(w > 0 for w in self.weights), "sync.weights", self.weights, "positive numbers, one for each learner")
+        for f in dataclasses.fields(self):
+            given = getattr(self, f.name)
+            if f.name not in ONLY_WITH or given == f.default:
+                continue
+            other, values = ONLY_WITH[f.name]
+            if getattr(self, other) not in values:
+                raise ConfigError(
+                    f"sync.{f.name} is {given!r}, but it has no effect with sync.{other} {getattr(self, other)}: leave it out, or use --sync.{other} {' or '.join(values)}."
+                )
         if self.transport == "allreduce" and self.mode in ("async", "window", "ssp"):
             raise ConfigError(
                 f"sync.mode {self.mode} needs a server (nobody waits for anybody, so there is nothing to reduce together): use --sync.transport server or auto."
@@ -393,11 +421,25 @@ class Config:
                 f"replay.capacity {self.replay.capacity} gives each of {self.env.num_envs} environments {rows} rows, but a round, an n-step "
                 f"window and a frame stack need {need}: raise it to at least {need * self.env.num_envs}, or lower env.num_envs."
             )
-        first = self.first_update + math.ceil(self.learner.batch_size / self.replay.samples_per_step)
+        self.check_updates(self.learners)
+
+    def check_updates(self, learners: int) -> None:
+        """Is anything learned? (A launcher may have started more learners than the config says.)"""
+        first = self.first_update + math.ceil(self.learner.batch_size * learners / self.replay.samples_per_step)
         if first > self.total_steps:
+            times = " * learners" if learners > 1 else ""
             raise ConfigError(
-                f"the first update comes after {first:,} steps ({self.first_update:,} before learning starts, then batch_size / samples_per_step), but total_steps is {self.total_steps:,}: no update would ever be made. "
+                f"the first update comes after {first:,} steps ({self.first_update:,} before learning starts, then batch_size{times} / samples_per_step), but total_steps is {self.total_steps:,}: no update would ever be made. "
                 f"Raise --total-steps, or lower --replay.min-steps or --learner.batch-size."
+            )
+        rate = Fraction(str(self.replay.samples_per_step)) / (
+            self.learner.batch_size * learners
+        )  # as the limiter has it
+        updates = (self.total_steps - self.first_update) * rate // 1
+        if learners > 1 and self.sync.mode in LOCAL_MODES and updates < self.sync.local_steps:
+            raise ConfigError(
+                f"{self.total_steps:,} steps are {updates:,} updates of each learner, but in {self.sync.mode} they meet every {self.sync.local_steps} (sync.local_steps): what is saved would never be trained. "
+                f"Raise --total-steps, or lower --sync.local-steps or --learner.batch-size."
             )
 
     @property

@@ -55,6 +55,33 @@ def test_names_from_elsewhere_lead_to_settings_there_are() -> None:
         ({"network.hidden": "64,wide"}, r"network.hidden is 'wide', but it must be a whole number"),
         ({"network.hidden": 6.4}, r"network.hidden is 6.4, but it must be whole numbers, as in 256,256"),
         ({"sync.weights": 3.1}, r"sync.weights is 3.1, but it must be numbers, as in 3,1"),
+        (
+            {"sync.damping": "sqrt"},
+            r"sync.damping is 'sqrt', but it has no effect with sync.mode sync: leave it out, or use --sync.mode async or ssp",
+        ),
+        (
+            {"sync.mode": "async", "sync.window": 3},
+            r"sync.window is 3, but it has no effect with sync.mode async: .* --sync.mode window\.",
+        ),
+        ({"sync.mode": "async", "sync.rho": 1.0}, r"sync.rho is 1.0, but it has no effect with sync.mode async"),
+        (
+            {"sync.mode": "window", "sync.staleness": 0},
+            r"sync.staleness is 0, but it has no effect with sync.mode window",
+        ),
+        ({"sync.local_steps": 8}, r"no effect with sync.mode sync: .* localsgd or diloco or easgd or admm"),
+        ({"sync.topk": 0.1}, r"sync.topk is 0.1, but it has no effect with sync.codec fp32: .* --sync.codec topk"),
+        (
+            {"sync.transport": "allreduce", "sync.servers": 2},
+            r"no effect with sync.transport allreduce: .* server or auto",
+        ),
+        (
+            {"learners": 4, "total_steps": 1200, "learner.batch_size": 512},
+            r"batch_size \* learners / samples_per_step.*no update would ever be made",
+        ),
+        (
+            {"learners": 2, "total_steps": 1200, "sync.mode": "diloco"},
+            r"1,200 steps are 12 updates of each learner, but in diloco they meet every 16 \(sync.local_steps\)",
+        ),
         ({"learner.double": "maybe"}, r"learner.double is 'maybe', but it must be true or false"),
         ({"learner.optimizer": "adm"}, r"allowed: adam, rmsprop, sgd. Did you mean adam"),
         ({"network.kind": "natur"}, r"Did you mean nature"),
@@ -69,6 +96,27 @@ def test_names_from_elsewhere_lead_to_settings_there_are() -> None:
 def test_what_cannot_work_is_refused_with_the_reason(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(Config(), values)
+
+
+def test_settings_of_a_mode_are_taken_by_it() -> None:
+    for name, (other, values) in configs.ONLY_WITH.items():
+        default = getattr(configs.SyncConfig(), name)
+        given = (
+            "sqrt"
+            if name == "damping"
+            else not default
+            if isinstance(default, bool)
+            else 0.25
+            if isinstance(default, float)
+            else 2
+        )
+        for value in values:
+            transport = {"sync.transport": "allreduce"} if value == "powersgd" else {}
+            override(Config(), {f"sync.{name}": given, f"sync.{other}": value, **transport})
+    # One learner makes all updates: nobody is met. Two make half as many, enough for shorter steps.
+    override(Config(), {"total_steps": 1200, "sync.mode": "diloco"})
+    override(Config(), {"learners": 2, "total_steps": 1200, "sync.mode": "diloco", "sync.local_steps": 12})
+    override(Config(), {"learners": 2, "total_steps": 1200, "learner.batch_size": 512})
 
 
 @pytest.mark.parametrize("recipe", recipes.NAMES)

@@ -144,18 +144,19 @@ class ServerActor:
             await self._listener.close()
         return self._server.shard.position, list(self._server.shard.log)
 
-    async def catch_up(self, commits: Sequence[Commit]) -> None:
-        self._server.catch_up(commits)
+    async def catch_up(self, commits: Sequence[Commit], lost: bool) -> int:
+        return self._server.catch_up(commits, lost)
 
     async def restore(
         self, state: State, part: Copy, position: Position, workers: Mapping[int, tuple[int, bool]]
-    ) -> None:
-        """In the place of one that was lost: with its state of some time ago, if there is one, and a newer copy."""
+    ) -> int:
+        """In the place of one that was lost: with its state of some time ago, if there is one, and a newer copy. -> the version of its parameters"""
         if state:
             self._server.load_state(tensors(state))
             if part.position.version < state["version"] <= position.version:
                 part = self._server.shard.copy()
         self._server.restore(part, position, workers)
+        return part.position.version
 
     async def load(self, state: State) -> None:
         self._server.load_state(tensors(state))

@@ -97,7 +97,7 @@ class Servers:
         for ref in done:
             number = self._asked.pop(ref)
             with contextlib.suppress(ray.exceptions.RayActorError):
-                self._snapshots[number] = ray.get(ref)
+                self._keep(number, ray.get(ref))
         if late and waited > self._config.sync.heartbeat:
             for ref in late:
                 ray.kill(self.actors[self._asked.pop(ref)])
@@ -106,6 +106,14 @@ class Servers:
             self._asked = {server.state.remote(): i for i, server in enumerate(self.actors)}
             self._asked_at, self._said = now, dict(versions)
             self._let_go(ahead)
+
+    def _keep(self, number: int, state: State) -> None:
+        more = len(state["missing"]) - len(self._snapshots[number].get("missing", ()))
+        self._snapshots[number] = state
+        if more > 0:
+            self.notes.append(
+                f"server {number} did not have its part of {more} pushes: its parameters are without them"
+            )
 
     def _let_go(self, ahead: Sequence[int]) -> None:
         """Servers that were restored may have an older version than a learner that has made all updates of its round: it waits for the others at the
@@ -149,13 +157,14 @@ class Servers:
             self.actors[i] = self._make(self._config, i, copy.part(self._ranges[i]).params, self._token)
             self._blank.add(i)
         for i in paused:  # what the first one was about to tell them is lost with its connections
-            ray.get(self.actors[i].catch_up.remote(log), timeout=self._config.sync.heartbeat)
+            dropped = ray.get(self.actors[i].catch_up.remote(log, bool(dead)), timeout=self._config.sync.heartbeat)
+            if dropped and self._config.sync.mode == "window":  # in other modes learners wait for them, and repeat them
+                lost.append(f"up to {dropped} pushes that waited for their window were dropped")
         for i in dead:
             state = self._snapshots[i]
-            self._started([self.actors[i].restore.remote(state, copy.part(self._ranges[i]), position, members)])
+            part, saved = copy.part(self._ranges[i]), state.get("version", 0)
+            (newest,) = self._started([self.actors[i].restore.remote(state, part, position, members)])
             self._blank.discard(i)
-            saved = state.get("version", 0)
-            newest = saved if copy.position.version < saved <= position.version else copy.position.version
             lost.append(
                 f"server {i} ended and was restarted: its parameters are those of version {newest:,} of {position.version:,}, "
                 f"the optimiser's state is of version {saved:,}"
@@ -171,12 +180,16 @@ class Servers:
     def states(self) -> list[State]:
         patience = self._config.sync.heartbeat
         while True:
+            self.client.flush()
             try:
                 states: list[State] = self._ray.get([server.state.remote() for server in self.actors], timeout=patience)
-                return states
+                break
             except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
                 self.repair()
                 patience *= 2  # they may be slow, not hung
+        for number, state in enumerate(states):
+            self._keep(number, state)
+        return states
 
     def load(self, states: Sequence[State]) -> None:
         self._ray.get([server.load.remote(state) for server, state in zip(self.actors, states, strict=True)])

@@ -213,11 +213,16 @@ def check(config: Config, size: int) -> None:
         raise ConfigError(
             f"sync.backup is {config.sync.backup}, which needs a server: use learners on Ray (--learners {size}, without a launcher), or leave it out."
         )
+    if config.sync.servers > 1:
+        raise ConfigError(
+            f"sync.servers is {config.sync.servers}, but a launcher's processes agree by all-reduce: leave it out, or use learners on Ray (--learners {size}, without a launcher)."
+        )
     check_division(config, size)
 
 
 def check_division(config: Config, size: int) -> None:
     """Can the work be divided among so many learners?"""
+    config.check_updates(size)
     parts = size * config.runtime.groups
     if config.env.num_envs % parts:
         groups = f" with {config.runtime.groups} groups each" if config.runtime.groups > 1 else ""

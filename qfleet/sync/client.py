@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -65,6 +66,9 @@ class Client:
         self._params, self._target = torch.zeros(size), torch.zeros(size)
         self._position = Position(-1, -1, 0.0, {})
         self._whole = threading.Lock()  # the three above belong together
+        self._given = (
+            self._position
+        )  # of what the learner itself has: a version may arrive here while it does something else
         self._local: Local | None = None
         self._sequence = 0
         self._pushed = 0  # bytes of the last push
@@ -91,6 +95,7 @@ class Client:
         learner.flat.data.copy_(self._params)
         # Where learners train alone, the target network is a copy of the centre.
         learner.target.data.copy_(self._target if sync.mode in GRADIENT_MODES else self._params)
+        self._given = self._position
         learner.updates = self._counted(learner.updates)  # as many as those who were here before
         if sync.mode not in GRADIENT_MODES:
             self._local = Local(sync, c.target_interval, self._config.learners, learner.flat.data, self)
@@ -116,18 +121,19 @@ class Client:
         return self.version * each + updates % each if each else updates
 
     def _gradient(self, learner: Learner, grad: Tensor, samples: int) -> None:
-        before = self._position.target_version
         if most := self._config.learner.grad_clip:  # only here the whole gradient is known
             clip(grad, most)
-        self._push(grad.cpu(), samples, learner.lr)
+        self._push(grad.cpu(), samples, learner.lr, self._given.version)
         learner.flat.data.copy_(self._params)
         learner.updates += 1
-        if self._position.target_version != before:
+        newest = self._position.target_version
+        if newest != self._given.target_version or newest < 0:
             learner.target.data.copy_(self._target)
+        self._given = self._position
 
     def exchange(self, move: Tensor, weight: float) -> Tensor:
         """As a centre (sync.local)."""
-        self._push(move, weight, 1.0)
+        self._push(move, weight, 1.0, self.version)
         return self._params.clone()
 
     # --- everybody's ---------------------------------------------------------------------------------------------------
@@ -135,6 +141,11 @@ class Client:
     def newest(self) -> Tensor:
         self._try(lambda: self._take(self._ask("newest", [self._position.target_version])))
         return self._params
+
+    def flush(self) -> None:
+        """For a checkpoint: what waits for a window becomes a version, and all shards have the newest one."""
+        self._try(lambda: self._servers[0]("flush").receive())
+        self.newest()
 
     def leave(self, worker: int | None = None, successor: int = 0) -> None:
         """Nobody waits for this worker, or another one, any more. Incarnations before its successor cannot join again."""
@@ -167,10 +178,19 @@ class Client:
     def state(self) -> State:
         """Of a client that waits for nothing."""
         local = {} if self._local is None else self._local.state()
-        return {"sequence": self._sequence, "codecs": [codec.state() for codec in self._codecs], "local": local}
+        given = list(self._given[:2])
+        return {
+            "sequence": self._sequence,
+            "codecs": [codec.state() for codec in self._codecs],
+            "local": local,
+            "given": given,
+        }
 
     def load_state(self, state: State) -> None:
+        """After that of the learner, which has the parameters and the target of then: others may have gone on before the servers were saved."""
         self._sequence = state["sequence"]
+        version, target_version = state.get("given", (self.version, -1))
+        self._given = self._position._replace(version=version, target_version=target_version)
         for codec, saved in zip(self._codecs, state["codecs"], strict=True):
             codec.load_state(saved)
         if self._local is not None:
@@ -199,22 +219,25 @@ class Client:
     def _ask(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> Reply:
         return Reply.unpacked(self._servers[0](method, args, arrays).receive())
 
-    def _push(self, vector: Tensor, samples: float, lr: float) -> None:
+    def _push(self, vector: Tensor, samples: float, lr: float, base: int) -> None:
+        """`base`: version of the parameters it was computed with."""
         messages = [codec.encode(vector[r]) for codec, r in zip(self._codecs, self._ranges, strict=True)]
         began = time.perf_counter()
         worked = self._work.tell()
-        base = self.version
-        reply = self._offer(messages, samples, lr, worked)
+        offer = partial(self._offer, messages, samples, lr, base, worked)
+        reply = offer()
         if reply.why_not == UNKNOWN and self.joined:  # by a server that was restored, and had not heard of this worker
             reply = reply._replace(batch=self._join().batch)
             if self.version == base:  # others have not gone on without it
-                reply = self._offer(messages, samples, lr, worked)
+                reply = offer()
         self._batch = reply.batch
         self.traffic.pushed(worked[0], self._pushed, vector.nbytes, reply.staleness, bool(reply.why_not))
         self.traffic.seconds += time.perf_counter() - began
 
-    def _offer(self, messages: Sequence[Array], samples: float, lr: float, worked: tuple[int, float]) -> Reply:
-        push = Push(self._worker, self.incarnation, self._sequence, self.version, samples, lr)
+    def _offer(
+        self, messages: Sequence[Array], samples: float, lr: float, base: int, worked: tuple[int, float]
+    ) -> Reply:
+        push = Push(self._worker, self.incarnation, self._sequence, base, samples, lr)
         self._sequence += 1
         return self._try(lambda: self._exchange(push, messages, worked))
 

@@ -5,7 +5,7 @@ Whoever holds a part of the parameters carries out commits in their order, and s
 
     offer(push) ─▶ accepted, pending      ─┐
                  ▶ rejected (late, stale)  ├─▶ commits ─▶ shards: Σ weight · part ─▶ optimiser ─▶ version
-    tick(now), leave(worker)              ─┘
+    tick(now), flush(), leave(worker)     ─┘
     ready(worker): may it begin its next clock?
 
 | mode                          | a commit is made of                    | a worker goes on                                    |
@@ -21,8 +21,8 @@ Whoever holds a part of the parameters carries out commits in their order, and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from qfleet.config import BARRIER_MODES, SyncConfig
 
@@ -65,20 +65,6 @@ class Outcome(NamedTuple):
     seen_before: bool = False
 
 
-class Policy(Protocol):
-    version: int
-    progress: float  # clocks of all workers that the commits so far amount to
-    clocks: dict[int, int]  # of live workers
-
-    def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None: ...
-    def join(self, worker: int, incarnation: int = 0) -> None: ...
-    def leave(self, worker: int, successor: int = 0) -> list[Commit]: ...
-    def pause(self, worker: int) -> None: ...
-    def offer(self, push: Push, now: float = 0.0) -> Outcome: ...
-    def tick(self, now: float) -> list[Commit]: ...
-    def ready(self, worker: int) -> bool: ...
-
-
 def make(config: SyncConfig, batch_size: int, target_interval: int, workers: int) -> Policy:
     """The policy of a mode. `batch_size`: samples a worker usually has behind a push. `target_interval`: clocks."""
     if config.mode in BARRIER_MODES:
@@ -93,7 +79,7 @@ def make(config: SyncConfig, batch_size: int, target_interval: int, workers: int
     return Each(target_interval, batch_size, config.damping, limit=config.staleness)
 
 
-class _Base:
+class Policy:
     """Who takes part, how many clocks each has made, and which pushes were seen: none is ever applied twice."""
 
     def __init__(self, target_interval: int) -> None:
@@ -136,6 +122,20 @@ class _Base:
     def tick(self, now: float) -> list[Commit]:
         return []
 
+    def flush(self) -> list[Commit]:
+        """For a checkpoint: pushes that nobody waits for become a commit now."""
+        return []
+
+    def drop(self) -> int:
+        """Pushes that are not in a commit yet are void, and may be offered again. -> how many"""
+        return 0
+
+    def _unsee(self, pushes: Iterable[Push]) -> None:
+        for push in pushes:
+            incarnation, sequence = self._seen[push.worker]
+            if incarnation == push.incarnation:
+                self._seen[push.worker] = (incarnation, min(sequence, push.sequence - 1))
+
     def ready(self, worker: int) -> bool:
         return True
 
@@ -177,7 +177,7 @@ class _Base:
         return self._commit(pushes, weights, sum(w * p.lr for w, p in zip(weights, pushes, strict=True)) * scale, scale)
 
 
-class Barrier(_Base):
+class Barrier(Policy):
     """One push of everybody, or as many as are `enough`. A push belongs to the clock that its base version begins."""
 
     def __init__(self, target_interval: int, enough: int | None = None) -> None:
@@ -190,6 +190,11 @@ class Barrier(_Base):
 
     def ready(self, worker: int) -> bool:
         return worker not in self._pending
+
+    def drop(self) -> int:
+        dropped, self._pending = self._pending, {}
+        self._unsee(dropped.values())
+        return len(dropped)
 
     def _refuse(self, push: Push, staleness: int) -> str:
         return "it came after the commit of its clock" if staleness > 0 else ""
@@ -208,7 +213,7 @@ class Barrier(_Base):
         return [self._mean(pushes)]
 
 
-class Each(_Base):
+class Each(Policy):
     """Every push is a commit.
 
     With a batch size it is a gradient: its learning rate is scaled by its share of the samples of a clock of all workers, so
@@ -247,7 +252,7 @@ class Each(_Base):
         return [self._commit([push], [1.0], push.lr * share * damped, share)]
 
 
-class Window(_Base):
+class Window(Policy):
     """So many pushes, or those of so many seconds. Fewer than a clock of all workers has count as the part of it they are."""
 
     def __init__(self, target_interval: int, count: int, seconds: float, batch_size: int) -> None:
@@ -258,6 +263,14 @@ class Window(_Base):
 
     def tick(self, now: float) -> list[Commit]:
         return self._close() if self._pending and self._seconds and now - self._since >= self._seconds else []
+
+    def flush(self) -> list[Commit]:
+        return self._close() if self._pending else []
+
+    def drop(self) -> int:
+        dropped, self._pending = self._pending, []
+        self._unsee(dropped)
+        return len(dropped)
 
     def _take(self, push: Push, now: float) -> list[Commit]:
         if not self._pending:

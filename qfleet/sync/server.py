@@ -11,8 +11,9 @@
 | `exchange`  | the policy to let the worker go on                      | pushes of others, `leave`, `tick`              |
 | `fetch`     | the version                                             | `carry_out`                                    |
 
-A push reaches every shard before shard 0 decides on it, so none is ever half applied; a version is the same on all of
-them. Everything here runs in one event loop; nothing blocks it.
+A push reaches every shard before shard 0 decides on it, so that it is applied as a whole; a version is the same on all of
+them. When a shard is lost, what it had not applied is lost with it: shard 0 drops the pushes that no version has yet, and workers
+that wait for one push it again, to every shard. Everything here runs in one event loop; nothing blocks it.
 """
 
 from __future__ import annotations
@@ -86,9 +87,6 @@ class Server:
         self._published: OrderedDict[int, Array] = OrderedDict()
         self._target: tuple[int, Array | None] = (-1, None)
         self._changed = asyncio.Event()
-        self.rejected: dict[str, int] = {}
-        self.staleness: dict[int, int] = {}  # how many pushes were so stale
-        self.bytes_received = 0
 
     def handlers(self) -> dict[str, Handler]:
         """What can be called over the wire."""
@@ -118,18 +116,21 @@ class Server:
             self._wake()
             return None, ()
 
+        async def flush(args: list[Any], arrays: list[Array]) -> Answer:
+            await self._act(self.policy.flush(), [])
+            return None, ()
+
         async def exchange(args: list[Any], arrays: list[Array]) -> Answer:
             return (await self.exchange(Push(*args[0]), arrays[0], *args[1:])).packed()
 
         async def newest(args: list[Any], arrays: list[Array]) -> Answer:
             return (await self.newest(*args)).packed()
 
-        return {f.__name__: f for f in (stage, carry_out, fetch, join, leave, pause, exchange, newest)}
+        return {f.__name__: f for f in (stage, carry_out, fetch, join, leave, pause, flush, exchange, newest)}
 
     # --- every shard --------------------------------------------------------------------------------------------------
 
     async def stage(self, key: Key, message: Array) -> None:
-        self.bytes_received += message.nbytes
         self.shard.stage(key, self._codec.decode(message))
 
     async def carry_out(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
@@ -163,12 +164,8 @@ class Server:
         """Offer a push, for which so many samples were looked at in so many seconds; return when the worker may go on."""
         await self.stage(push.key, message)
         outcome = self.policy.offer(push, time.monotonic())
-        if not outcome.seen_before:
-            if outcome.why_not:
-                self.rejected[outcome.why_not] = self.rejected.get(outcome.why_not, 0) + 1
-            self.staleness[outcome.staleness] = self.staleness.get(outcome.staleness, 0) + 1
-            if self._balance is not None:
-                self._balance.saw(push.worker, samples, seconds)
+        if self._balance is not None and not outcome.seen_before:
+            self._balance.saw(push.worker, samples, seconds)
         await self._act(outcome.commits, [push.key] if outcome.why_not else [])
         while not self.policy.ready(push.worker):
             await self._change()
@@ -196,12 +193,17 @@ class Server:
 
     # --- repair -------------------------------------------------------------------------------------------------------
 
-    def catch_up(self, commits: Sequence[Commit]) -> None:
-        """Those that another shard heard of and this one did not."""
+    def catch_up(self, commits: Sequence[Commit], lost: bool) -> int:
+        """Those that another shard heard of and this one did not. Nobody is connected. `lost`: a shard begins anew, without the parts of pushes
+        that wait; so all are dropped. -> how many were accepted already."""
         for commit in commits:
             if commit.version > self.shard.version:
                 self.shard.commit(commit)
         self._forget()
+        if not lost:
+            return 0
+        self.shard.drop()
+        return self.policy.drop()
 
     def restore(self, copy: Copy, position: Position, workers: Mapping[int, tuple[int, bool]]) -> None:
         """Begin with a copy, as if it were of that position. `workers`: their incarnations, and do they take part?"""

@@ -69,6 +69,10 @@ class Shard:
     def discard(self, key: Key) -> None:
         self._staged.pop(key, None)
 
+    def drop(self) -> None:
+        """Parts that wait: their pushes will come again."""
+        self._staged.clear()
+
     @torch.no_grad()
     def commit(self, commit: Commit) -> None:
         """Carry it out, and those that waited for it; one that comes too early waits."""
@@ -115,12 +119,14 @@ class Shard:
             "target_version": self.target_version,
             "progress": self.progress,
             "applied": [[worker, *newest] for worker, newest in self.applied.items()],
+            "missing": [list(key) for key in self.missing],
         }
 
     def load_state(self, state: State) -> None:
         self.params.copy_(state["params"])
         self.target.copy_(state["target"])
         self._rule.load_state(state["rule"])
+        self.missing = [(worker, incarnation, sequence) for worker, incarnation, sequence in state.get("missing", [])]
         self.version, self.target_version, self.progress, self.applied = position_in(state)
 
 

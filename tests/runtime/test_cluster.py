@@ -22,7 +22,8 @@ from qfleet.runtime.train import Trainer
 
 @pytest.mark.parametrize(("mode", "schedule"), [("ssp", "streams"), ("diloco", "auto")])
 def test_modes_train(ray: None, mode: str, schedule: str, tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", mode, sync__local_steps=4, runtime__schedule=schedule, runtime__lag=1)
+    more = {"sync__local_steps": 4} if mode == "diloco" else {}
+    run = trained(tmp_path / "run", mode, runtime__schedule=schedule, runtime__lag=1, **more)
     rows = [row for row in run.metrics if "train/loss" in row]
     assert rows[-1]["step"] >= 3000 and rows[-1]["train/loss"] < 100
     # Eight samples a step in batches of sixteen: what one learner does in an update, each of the two does.
@@ -88,7 +89,9 @@ def test_resumed_it_goes_on_exactly(
     ray: None, mode: str, codec: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped by a signal soon after the first checkpoint: two checkpoints of everybody's parts."""
-    settings = {"sync__servers": 2, "sync__codec": codec, "sync__local_steps": 4, "sync__transport": transport}
+    settings = {"sync__codec": codec, "sync__transport": transport}
+    settings |= {"sync__servers": 2} if transport == "server" else {}
+    settings |= {"sync__local_steps": 4} if mode == "diloco" else {}
     whole = trained(tmp_path / "whole", mode, **settings)
     save = Trainer._save
 
@@ -105,6 +108,43 @@ def test_resumed_it_goes_on_exactly(
     weights = [state["learner"]["model"] for state in states]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     assert states[0]["step"] == states[1]["step"] and states[0]["cluster"]["hub"] == states[1]["cluster"]["hub"]
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long), "window"])
+def test_resumed_without_a_barrier_nothing_is_lost_or_applied_twice(
+    ray: None, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the servers have and what the learners pushed is compared at the checkpoint that is resumed and at the last one. (A learner goes on
+    with the number of its next push: one that was applied twice, or never, would make them differ.)"""
+    save = Trainer._save
+
+    def interrupted(self: Trainer, stuck: bool = False) -> None:
+        save(self, stuck)
+        self.signal = signal.SIGTERM
+
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, "_save", interrupted)
+        settings = {"sync__servers": 2, "learner__target_interval": 10, "sync__window": 3 if mode == "window" else 0}
+        run = trained(tmp_path / "run", mode, 4000, **settings, runtime__checkpoint_every=1000)
+
+    def newest() -> Any:
+        folder = (run.dir / "checkpoints/last").resolve().name
+        parts = [checkpoint.read(run.dir / f"learners/{rank}/checkpoints/{folder}")[0] for rank in range(2)]
+        return checkpoint.read(run.dir / "checkpoints" / folder)[0]["cluster"]["servers"], parts
+
+    states = [newest()]
+    run = qfleet.train(resume=run.dir, progress=False)
+    states.append(newest())
+    assert run.stop_reason == "total_steps"
+    for (first, second), parts in states:
+        for name in ("version", "target_version", "progress", "applied", "missing"):
+            assert first[name] == second[name]
+        pushed = [part["team"]["sequence"] for part in parts]
+        assert sorted(first["applied"]) == [[rank, 0, count - 1] for rank, count in enumerate(pushed)]
+        assert not first["missing"] and pushed == [part["learner"]["updates"] for part in parts]
+        if mode != "window":
+            assert first["version"] == sum(pushed)
+    assert states[1][0][0]["version"] > states[0][0][0]["version"] > 0
 
 
 def test_a_learner_without_its_part_begins_anew(ray: None, tmp_path: Path) -> None:
@@ -180,6 +220,18 @@ def test_bad_input(tmp_path: Path) -> None:
         trained(tmp_path / "run", "sync", sync__balance=True, runtime__schedule="streams", runtime__lag=1)
     with pytest.raises(ConfigError, match="Ray gives every learner its GPU"):
         check(override(Config(), {"learners": 2, "device": "cuda:1"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
+    script = "import sys; sys.modules['ray'] = None; from qfleet.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", "CartPole-v1", "--learners", "2", "--run-dir", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0 and "Traceback" not in done.stderr + done.stdout
+    said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    assert len(said) == 1 and "learners is 2, which needs Ray: pip install 'qfleet[ray]'." in said[0]
     assert not (tmp_path / "run").exists()
 
 

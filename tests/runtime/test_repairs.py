@@ -40,7 +40,8 @@ def test_all_reduce_goes_on_with_the_survivors(
     ray: None, mode: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = disturbed(monkeypatch, [("learner", 1, number)])
-    settings = {"sync__transport": "allreduce", "sync__heartbeat": 2.0, "sync__local_steps": 4, "env__num_envs": 6}
+    settings = {"sync__transport": "allreduce", "sync__heartbeat": 2.0, "env__num_envs": 6}
+    settings |= {} if mode == "sync" else {"sync__local_steps": 4}
     run = trained(tmp_path / "run", mode, **settings, learners=3, total_steps=12_000)
     assert len(told) == 1 and "learner 1" in told[0] and "takes its place" in told[0]
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 12_000
@@ -83,6 +84,17 @@ def test_a_server_that_dies_is_restarted(
     state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
     first, *others = state["cluster"]["servers"]
     assert all((s["version"], s["applied"]) == (first["version"], first["applied"]) for s in others)
+
+
+def test_parts_that_a_server_did_not_have_are_told() -> None:
+    servers = object.__new__(Servers)  # as far as it keeps their states
+    servers._snapshots, servers.notes = [{}, {"missing": [[0, 0, 1]]}], []
+    servers._keep(0, {"missing": []})
+    servers._keep(1, {"missing": [[0, 0, 1]]})
+    assert not servers.notes
+    servers._keep(1, {"missing": [[0, 0, 1], [0, 0, 7], [1, 0, 7]]})
+    servers._keep(1, {"missing": [[0, 0, 1], [0, 0, 7], [1, 0, 7]]})
+    assert servers.notes == ["server 1 did not have its part of 2 pushes: its parameters are without them"]
 
 
 @pytest.mark.long

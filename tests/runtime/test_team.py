@@ -174,6 +174,9 @@ def test_the_schedule_of_a_gpu_gives_the_same_numbers(tmp_path: Path) -> None:
     [
         ({"sync.mode": "ssp"}, r"sync\.mode ssp over a server is for learners on Ray \(--learners 2"),
         ({"sync.backup": 1}, r"sync\.backup is 1, which needs a server: use learners on Ray \(--learners 2"),
+        ({"sync.servers": 2}, r"sync\.servers is 2, but a launcher's processes agree by all-reduce"),
+        ({"total_steps": 1100, "learner.batch_size": 500}, r"1,125 steps .*batch_size \* learners.*no update would"),
+        ({"sync.mode": "localsgd", "total_steps": 1200}, r"are 12 updates of each learner, but in localsgd"),
         ({"learners": 3}, "learners is 3, but the launcher started 2 processes"),
         (
             {"env.num_envs": 6, "runtime.groups": 2},

@@ -83,7 +83,9 @@ def low_rank(rank: int) -> torch.Tensor:
 
 
 def compressed(rank: int, codec: str) -> torch.Tensor:
-    mean = allreduce.make(sync_of("sync", codec=codec, topk=0.05), PLACES, SIZE, seed=1)
+    mean = allreduce.make(
+        sync_of("sync", codec=codec, **({"topk": 0.05} if codec == "topk" else {})), PLACES, SIZE, seed=1
+    )
     x = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
     return torch.stack([mean(x, weight=1.0 + rank) for _ in range(300)])
 

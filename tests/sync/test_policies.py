@@ -107,6 +107,35 @@ def test_no_push_is_taken_twice(mode: str) -> None:
     assert [commit.version for commit in applied] == list(range(1, policy.version + 1))
 
 
+@pytest.mark.parametrize("mode", ["sync", "window"])
+def test_what_waits_can_be_dropped_and_offered_again(mode: str) -> None:
+    """But not what is in a commit."""
+    policy = made(sync_of(mode), 2)
+    offer(policy, 0, 0, 0)
+    assert len(offer(policy, 1, 0, 0).commits) == 1
+    offer(policy, 0, 1, 1)
+    assert policy.drop() == 1 and policy.ready(0) and policy.drop() == 0
+    assert offer(policy, 1, 0, 0).seen_before and offer(policy, 0, 0, 0).seen_before
+    assert not offer(policy, 1, 1, 1).commits  # alone, now
+    again = offer(policy, 0, 1, 1)
+    assert not again.seen_before and again.commits[0].parts == (((0, 0, 1), 0.5), ((1, 0, 1), 0.5))
+    offer(policy, 1, 2, 2)
+    policy.leave(1, successor=1)  # its push stays, until it is dropped; it cannot come back
+    assert policy.drop() == (1 if mode == "sync" else 0)
+    assert "replaced" in offer(policy, 1, 2, 2).why_not
+
+
+def test_a_checkpoint_closes_the_window() -> None:
+    policy = made(sync_of("window", window=4), 4)
+    offer(policy, 0, 0, 0)
+    (commit,) = policy.flush()
+    assert commit.parts == (((0, 0, 0), 1.0),) and commit.lr == commit.progress == 0.25  # as the part of a clock it is
+    assert not policy.flush() and offer(policy, 0, 0, 0).seen_before
+    barrier = made(sync_of("sync"), 2)
+    offer(barrier, 0, 0, 0)
+    assert not barrier.flush()  # its worker waits for the others
+
+
 def test_async_takes_everything_at_once_scaled_by_share_and_staleness() -> None:
     policy = made(sync_of("async", damping="inverse"), 3)
     first = offer(policy, 0, 0, 0)
