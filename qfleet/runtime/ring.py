@@ -42,6 +42,7 @@ class Ring(Member):
         self._store = place.store
         self._group: Group | None = None
         self._epoch, self._in_group = 0, False
+        self._begun = False  # its own parameters are those it shall begin with
         self._loaded: State = {}
         self._whole = threading.Lock()  # parameters change while it is held
         self._learner: Learner | None = None
@@ -101,18 +102,16 @@ class Ring(Member):
             dist.init_process_group(
                 "gloo", store=found, rank=members.index(self.rank), world_size=len(members), timeout=limit
             )
-            new = self._group is None
             if self._group is None:
                 self._group = Group(self._config, self._learner)
-            self.entered = True
             if self._loaded:
                 self._group.load_state(self._loaded)
-                self._loaded, new = {}, False
+                self._loaded, self._begun = {}, True
             with self._whole:
                 self._group.adopt()
-                if new:
+                if not self._begun:
                     self._group.begin()
-            self._in_group = True
+            self._begun = self._in_group = self.entered = True
         except RuntimeError:
             self._leave_group()
 
