@@ -38,6 +38,7 @@ from qfleet.runtime import checkpoint, servers
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
+from qfleet.runtime.lost import Losses, reason, unless_lost
 from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
@@ -45,6 +46,7 @@ from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.shard import Copy, Position
 from qfleet.sync.traffic import COUNTS, rates
+from qfleet.sync.wire import Gone
 from qfleet.types import State
 
 PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
@@ -65,7 +67,7 @@ class Fleet:
             raise ConfigError(
                 f"learners is {config.learners}, which needs Ray: pip install 'qfleet[ray]'. (Or start them with torchrun, see docs/sync.md.)"
             ) from None
-        self._ray, self._say = ray, say
+        self._ray, self._say, self._losses = ray, say, Losses(ray)
         self._open = contextlib.ExitStack()
         self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
         check(config)
@@ -173,7 +175,7 @@ class Fleet:
             made, making = self._ray.wait(making, num_returns=len(making), timeout=PATIENCE)
             try:
                 self._ray.get(made)
-            except self._ray.exceptions.RayActorError as e:
+            except self._ray.exceptions.RayError as e:
                 raise TeamError(f"a learner could not be made: {reason(e)}") from None
             if self.servers is not None:
                 self.servers.look_after(self._versions)
@@ -234,7 +236,7 @@ class Fleet:
     # --- what is lost is replaced -----------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        """Replace who died or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
+        """Replace who died, was disconnected, or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
         ray = self._ray
         if self.servers is not None:
             self.servers.look_after(self._versions)
@@ -245,12 +247,14 @@ class Fleet:
             rank = self._running.pop(ref)
             try:
                 ray.get(ref)
-            except ray.exceptions.RayActorError as e:
-                if e.actor_init_failed:
-                    raise TeamError(f"learner {rank} could not be made: {reason(e)}") from None
-                self._replace(rank, "ended")
             except ray.exceptions.RayTaskError as e:
-                raise TeamError(f"learner {rank} failed: {type(e.cause).__name__}: {e.cause}") from None
+                if not isinstance(e.cause, Gone):
+                    raise TeamError(f"learner {rank} failed: {type(e.cause).__name__}: {e.cause}") from None
+                self._replace(rank, "was disconnected")
+            except ray.exceptions.RayError as e:
+                if isinstance(e, ray.exceptions.RayActorError) and e.actor_init_failed:
+                    raise TeamError(f"learner {rank} could not be made: {reason(e)}") from None
+                self._replace(rank, "ended" if self.over else self._losses.how(f"learner {rank}", e))
         heartbeat = self.config.sync.heartbeat
         if time.monotonic() - self._looked > heartbeat / 4:
             self._looked = time.monotonic()
@@ -293,7 +297,7 @@ class Fleet:
         done, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER) if asked else ([], [])
         answers = {}
         for ref in done:
-            with contextlib.suppress(self._ray.exceptions.RayActorError):
+            with unless_lost(self._ray):
                 answers[asked[ref]] = self._ray.get(ref)
         return answers
 
@@ -309,7 +313,7 @@ class Fleet:
             if versions[rank] <= mine.position.version:
                 break
             # One that waits for another, which hangs, does not answer: see _look_after.
-            with contextlib.suppress(self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
+            with unless_lost(self._ray):
                 found: Copy = self._ray.get(self._learners[rank].copy.remote(), timeout=ANSWER)
                 return found
         return mine
@@ -431,11 +435,6 @@ def check(config: Config) -> None:
     check_division(config, config.learners)
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {config.device!r}, but Ray gives every learner its GPU: use --device cuda.")
-
-
-def reason(error: Exception) -> str:
-    """The last line of an actor's traceback."""
-    return str(error).strip().splitlines()[-1]
 
 
 def address_of(config: Config) -> str:

@@ -1,5 +1,6 @@
 """Learners and servers that die or hang, on a real Ray."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ import qfleet
 from qfleet.config import override
 from qfleet.runtime import checkpoint, servers
 from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.hub import Hub, Orders, Report
 from qfleet.runtime.servers import Servers
 from qfleet.runtime.team import TeamError
 
@@ -26,6 +28,74 @@ def test_a_learner_that_dies_or_hangs_is_replaced(
     assert ("no sign of life" in told[0]) == (number == signal.SIGSTOP)
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 20_000
     assert run.evaluation is not None
+
+
+def test_a_learner_that_is_disconnected_is_replaced(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub closes the connection, as if it had broken on the way."""
+    told, report, cut = disturbed(monkeypatch, []), Hub.report, list[Report]()
+
+    async def broken(self: Hub, its: Report) -> Orders:
+        if not cut and its.rank == 1 and its.steps > 500:
+            cut.append(its)
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+        return await report(self, its)
+
+    monkeypatch.setattr(Hub, "report", broken)
+    run = trained(tmp_path / "run", "sync", 6000)
+    assert len(told) == 1 and "learner 1 was disconnected: a new one takes its place" in told[0]
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+
+
+def starving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says of everybody who died that it was killed for want of memory. (It would choose whom to kill by itself.)"""
+    import ray
+
+    get = ray.get
+
+    def got(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return get(*args, **kwargs)
+        except ray.exceptions.RayActorError:
+            raise ray.exceptions.OutOfMemoryError(
+                "The node is running low on memory.\nSee the documentation."
+            ) from None
+
+    monkeypatch.setattr(ray, "get", got)
+
+
+def test_who_is_killed_for_memory_is_replaced(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starving(monkeypatch)
+    told = disturbed(monkeypatch, [("server", 0, signal.SIGKILL), ("learner", 1, signal.SIGKILL)])
+    run = trained(tmp_path / "run", "sync", 6000)
+    for what in ("learner 1 was killed because its machine has no memory left: a new one takes its place",
+                 "server 0 was killed because its machine has no memory left and was restarted"):  # fmt: skip
+        assert any(what in text for text in told), told
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+
+
+def test_a_learner_that_is_killed_for_memory_again_and_again_ends_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starving(monkeypatch)
+    news, killed = Fleet._news, list[int]()
+
+    def kill(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and self._incarnations[1] not in killed:
+            pid = self._ray.get(self._learners[1].pid.remote())
+            killed.append(self._incarnations[1])
+            os.kill(pid, signal.SIGKILL)
+        return learned
+
+    monkeypatch.setattr(Fleet, "_news", kill)
+    with pytest.raises(
+        TeamError, match=r"learner 1 was killed 3 times .* \(The node is running low on memory\.\) Lower"
+    ):
+        trained(tmp_path / "run", "sync", 10**6)
+    assert killed == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
