@@ -52,6 +52,7 @@ from qfleet.types import State
 PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
 REACH = 10.0  # seconds for a cluster to take a connection
+BREAKS = 3  # of a group of learners in a row, though all are there: it will never do
 ANSWER = 1.0  # seconds for a learner to say which version it has
 FAIR = {"worker_niceness": 0}  # Ray's 15 leaves learners a thirtieth of a core that another program uses
 SECONDS = ("env", "act", "learn", "transfer", "wait", "sync/wait")  # on a learner's clock
@@ -91,6 +92,7 @@ class Fleet:
         self._saved, self._final = 0, False  # step of the newest checkpoint; it is the last one
         self._notes: list[str] = []
         self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
+        self._breaks = 0  # of the learners' group, that were seen
         self._absent: set[int] = set()  # those that Ray seems to have no room for
         self._values: dict[int, dict[str, float]] = {}
         self._versions: dict[int, int] = {}  # that learners said they have
@@ -240,6 +242,8 @@ class Fleet:
         ray = self._ray
         if self.servers is not None:
             self.servers.look_after(self._versions)
+        else:
+            self._look_after_group()
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])
         )
@@ -264,6 +268,19 @@ class Fleet:
                 del self._expected[rank]
                 self._absent.add(rank)
                 self._notes.append(f"step {self.steps:,}: {no_room(f'learner {rank}')}; the others go on without it")
+
+    def _look_after_group(self) -> None:
+        """Learners that are all there, and cannot reach each other, would never learn anything."""
+        breaks, why = self._meeting.at_hub(lambda hub: (hub.breaks, hub.why))
+        if breaks >= BREAKS:
+            raise TeamError(
+                f"the learners could not form a group {breaks} times in a row ({why}). They connect to each other directly: the host name of every machine must stand for an address "
+                "that the others reach (not 127.0.0.1 or 127.0.1.1; or GLOO_SOCKET_IFNAME, set for Ray's processes, names its network interface), and no firewall may be between them. "
+                "Or let them agree by way of servers: --sync.transport server."
+            )
+        if breaks > self._breaks:
+            self._notes.append(f"step {self.steps:,}: the group of learners broke ({why}): they make another one")
+        self._breaks = breaks
 
     def _replace(self, rank: int, what: str) -> None:
         self._ray.kill(self._learners[rank])

@@ -58,12 +58,12 @@ class Group:
         """Everybody takes over what all must have in common from whoever has made most updates: all of it, or, when that one is lost
         meanwhile, nothing. Who claimed its updates without its parameters would be the next one that all take over from."""
         learner, updates = self._learner, [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(updates, torch.tensor([learner.updates]))
-        source = updates.index(max(updates))
         mine = [tensor for tensor in self._common() if tensor.numel()]
         common = [tensor.to("cpu", copy=True) for tensor in mine]
-        for tensor in common:
-            dist.broadcast(tensor, source)
+        with allreduce.among_others():
+            dist.all_gather(updates, torch.tensor([learner.updates]))
+            for tensor in common:
+                dist.broadcast(tensor, updates.index(max(updates)))
         for tensor, new in zip(mine, common, strict=True):
             tensor.copy_(new)
         learner.updates = int(max(updates))

@@ -11,9 +11,10 @@ from onray import Hit, disturbed, trained
 
 import qfleet
 from qfleet.config import override
-from qfleet.runtime import checkpoint, servers
+from qfleet.runtime import checkpoint, cluster, servers
 from qfleet.runtime.cluster import Fleet
 from qfleet.runtime.hub import Hub, Orders, Report
+from qfleet.runtime.member import Place
 from qfleet.runtime.servers import Servers
 from qfleet.runtime.team import TeamError
 
@@ -127,6 +128,17 @@ def test_all_reduce_goes_on_with_the_survivors(
     for part in parts[1:]:
         assert part["updates"] == parts[0]["updates"]
         assert all((part[kind][name] == value).all() for name, value in parts[0][kind].items())
+
+
+def test_learners_that_cannot_form_a_group_end_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They find each other at a port where nobody listens."""
+    told = disturbed(monkeypatch, [])
+    monkeypatch.setattr(cluster, "Place", lambda *args: Place(*args)._replace(store=("127.0.0.1", 1)))
+    with pytest.raises(TeamError, match=r"could not form a group 3 times in a row \(learner \d: .*127\.0\.0\.1.*GLOO"):
+        trained(tmp_path / "run", "sync", sync__transport="allreduce", sync__heartbeat=1.0)
+    assert any("the group of learners broke (learner" in text for text in told)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from qfleet.learner import Learner
 from qfleet.runtime.hub import Meeting
 from qfleet.runtime.member import Place
 from qfleet.runtime.ring import Ring
+from qfleet.runtime.team import Broken
 from qfleet.types import Spec
 
 
@@ -60,3 +61,36 @@ def test_who_lost_its_first_group_begins_with_the_parameters_of_the_second(
     made._epoch += 1
     made._make_group([0])
     assert made.joined and (learner.flat.data == 7.0).all()
+
+
+def test_only_a_connection_that_fails_breaks_the_group(
+    ring: Callable[..., tuple[Ring, Learner]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other errors would come again in the next group: they end the learner."""
+    made, learner = ring("sync")
+    made._make_group([0])
+    assert learner.sync is not None
+
+    def misshapen(grad: torch.Tensor) -> None:
+        raise RuntimeError("the sizes of tensors must match")
+
+    def full(tensor: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    def closed(tensor: torch.Tensor) -> None:
+        raise RuntimeError("[/pytorch/gloo/pair.cc:534] Connection closed by peer")
+
+    with monkeypatch.context() as m:
+        m.setattr(learner, "apply", misshapen)
+        with pytest.raises(RuntimeError, match="sizes") as wrong:
+            learner.sync(torch.zeros_like(learner.grad), 16)
+    assert not isinstance(wrong.value, Broken) and made.joined
+    monkeypatch.setattr(dist, "all_reduce", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        learner.sync(torch.zeros_like(learner.grad), 16)
+    assert made.joined
+    monkeypatch.setattr(dist, "all_reduce", closed)
+    with pytest.raises(Broken):
+        learner.sync(torch.zeros_like(learner.grad), 16)
+    report = made._report(10)
+    assert not made.joined and report.why == "Connection closed by peer"
