@@ -88,7 +88,8 @@ class Hub:
             "",
         )  # of a group of the same members, in a row, without an update; the reason of the last one
         self._updates = -1  # when it broke
-        self.complaints = 0  # learners that wait for other servers
+        self._complaints = 0  # learners that wait for other servers
+        self._troubles: list[str] = []  # of those that could not reach any, for people
 
     # --- learners --------------------------------------------------------------------------------------------------
 
@@ -164,15 +165,17 @@ class Hub:
         while self._complete < step:
             await self._changed.wait()
 
-    async def where(self, epoch: int) -> tuple[int, list[Address]]:
+    async def where(self, rank: int, epoch: int, why: str) -> tuple[int, list[Address]]:
         """Servers that are newer than those of that epoch, which failed."""
-        self.complaints += 1
+        self._complaints += 1
+        if why:
+            self._troubles.append(f"learner {rank} cannot go on: {why}. All connect anew")
         self._news.set()
         try:
             while self._epoch <= epoch:
                 await self._changed.wait()
         finally:
-            self.complaints -= 1
+            self._complaints -= 1
         return self._epoch, self._addresses
 
     def _meet(self) -> None:
@@ -257,6 +260,11 @@ class Hub:
     def complete(self, step: int) -> None:
         self._complete = step
         self._wake()
+
+    def complained(self) -> tuple[int, list[str]]:
+        """How many learners wait for other servers, and what was said since the last time by those that could not reach any."""
+        said, self._troubles = self._troubles, []
+        return self._complaints, said
 
     def moved(self, addresses: Sequence[Address]) -> int:
         """The servers are here now -> their epoch."""

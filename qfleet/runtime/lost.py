@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qfleet.runtime.team import TeamError
+from qfleet.sync.wire import Gone
 
 STARVED = 3  # times that a process may be killed for want of memory, less one: it will be again
 
@@ -23,8 +24,10 @@ def unless_lost(ray: Any) -> Iterator[list[str]]:
     why: list[str] = []
     try:
         yield why
-    except ray.exceptions.RayTaskError:
-        raise
+    except ray.exceptions.RayTaskError as e:
+        if not isinstance(e.cause, Gone):  # which is another process that is lost
+            raise
+        why.append(str(e.cause))
     except ray.exceptions.RayError as e:
         why.append(reason(e))
 

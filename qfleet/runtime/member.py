@@ -86,8 +86,8 @@ class Member(Alone):
 
         threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
-    def _find(self, epoch: int) -> tuple[int, Sequence[Address]]:
-        (newest, addresses), _ = self._directory("where", [epoch]).receive()
+    def _find(self, epoch: int, why: str) -> tuple[int, Sequence[Address]]:
+        (newest, addresses), _ = self._directory("where", [self.rank, epoch, why]).receive()
         return newest, [(host, port) for host, port in addresses]
 
     def attach(self, learner: Learner) -> None:

@@ -79,7 +79,7 @@ class Servers:
         found: list[Any] = self._ray.get(refs)
         return found
 
-    def _find(self, epoch: int) -> tuple[int, list[Address]]:
+    def _find(self, epoch: int, why: str) -> tuple[int, list[Address]]:
         """For this process's own client: servers that fail are repaired."""
         if epoch >= self._epoch:
             self.repair()
@@ -90,7 +90,9 @@ class Servers:
     def look_after(self, versions: Mapping[int, int]) -> None:
         """`versions` that learners say they have."""
         ended, _ = self._ray.wait(self._serving, timeout=0)
-        if ended or self._meeting.at_hub(lambda hub: hub.complaints):
+        complaints, said = self._meeting.at_hub(lambda hub: hub.complained())
+        self.notes += said
+        if ended or complaints:
             self.repair()
         self._take_snapshots(versions)
 
@@ -177,6 +179,10 @@ class Servers:
             )
         if dead:
             self._asked, self._said = {}, {}
+        # Ray may give up a call of a server that lives, as when its machine was out of reach for a moment.
+        over, _ = ray.wait(self._serving, num_returns=len(self._serving), timeout=0)
+        for i in (self._serving.index(ref) for ref in over):
+            self._serving[i] = self.actors[i].serve.remote()
         self._connect()
         return lost
 

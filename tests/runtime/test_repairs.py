@@ -264,6 +264,55 @@ def test_a_repair_of_servers_that_are_well_loses_nothing(
     assert (first["version"], first["applied"]) == (other["version"], other["applied"])
 
 
+def test_a_call_that_ray_gave_up_does_not_mean_that_the_server_is_lost(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One repair is enough: nobody waits for that call any more."""
+    news, repair, repairs, ended = Fleet._news, Servers.repair, list[int](), list[Any]()
+
+    def end(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and not ended:
+            ended.append(self.servers.actors[0].pid.remote())
+            self._ray.get(ended[0])
+            self.servers._serving[0] = ended[0]
+        return learned
+
+    def counted(self: Servers) -> None:
+        repairs.append(self._epoch)
+        repair(self)
+
+    monkeypatch.setattr(Fleet, "_news", end)
+    monkeypatch.setattr(Servers, "repair", counted)
+    run = trained(tmp_path / "run", "sync", sync__servers=2, total_steps=6000)
+    assert run.stop_reason == "total_steps" and 1 <= len(repairs) < 10, repairs
+
+
+def test_a_learner_that_cannot_reach_a_server_ends_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall: others can. It connects anew after a repair, and cannot."""
+    told, news, where, walls = disturbed(monkeypatch, []), Fleet._news, Hub.where, list[str]()
+
+    def wall(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and not walls:
+            walls.append("127.0.0.1")
+            self.servers.repair()
+        return learned
+
+    async def behind(self: Hub, rank: int, epoch: int, *more: str) -> Any:
+        newest, addresses = await where(self, rank, epoch, *more)
+        return newest, [(wall, 1) for wall in walls] if rank == 1 and walls else addresses
+
+    monkeypatch.setattr(Fleet, "_news", wall)
+    monkeypatch.setattr(Hub, "where", behind)
+    message = r"no server answers at 127\.0\.0\.1:1 \(Connection refused\)"
+    with pytest.raises(TeamError, match=rf"learner 1 failed: Unreachable: {message}"):
+        trained(tmp_path / "run", "sync", 10**6, sync__heartbeat=2.0)
+    assert any("learner 1 cannot go on: no server answers at 127.0.0.1:1" in text for text in told)
+
+
 def test_a_new_learner_that_has_not_learned_yet_has_no_part(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
