@@ -269,10 +269,11 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 def train(**args: Any) -> int:
     from qfleet.runtime.team import TeamError, command
     from qfleet.runtime.train import TrainingError
+    from qfleet.sync.wire import Unreachable
 
     try:
         run = qfleet.train(**args)
-    except (TrainingError, TeamError) as e:
+    except (TrainingError, TeamError, Unreachable) as e:
         return fail(e, 1)
     if run.rank:  # the first learner speaks for all
         return 0

@@ -253,7 +253,8 @@ class RuntimeConfig:
         0, "threads or processes that step environments; 0 = one per core, or half as many for each of several groups"
     )
     watchdog: float = opt(
-        300.0, "seconds after which environments that do not answer end the run, with a checkpoint; 0 = never"
+        300.0,
+        "seconds after which environments that do not answer end the run, with a checkpoint (on Ray: their learner is replaced, without one); 0 = never",
     )
 
     def __post_init__(self) -> None:
@@ -331,7 +332,10 @@ class SyncConfig:
     rank: int = opt(4, "powersgd: rank")
     balance: bool = opt(False, "give faster learners larger batches, slower ones smaller ones: the same sum")
     weights: tuple[float, ...] = opt((), "the same by given weights, one for each learner, instead of measured speeds")
-    heartbeat: float = opt(10.0, "seconds without a sign of life after which a learner is left behind")
+    heartbeat: float = opt(
+        10.0,
+        "seconds without a sign of life of its process after which a learner or server on Ray is replaced (environments that hang: runtime.watchdog)",
+    )
 
     def __post_init__(self) -> None:
         _check(self.servers >= 1, "sync.servers", self.servers, "at least 1")

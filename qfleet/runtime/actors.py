@@ -24,7 +24,7 @@ from qfleet.runtime.worker import Worker, tensors
 from qfleet.sync.policies import Commit, Key
 from qfleet.sync.server import Server
 from qfleet.sync.shard import Copy, Position
-from qfleet.sync.wire import Address, Listener, Peer
+from qfleet.sync.wire import CONNECT, Address, Connection, Listener, Peer
 from qfleet.types import Array, State
 
 
@@ -125,6 +125,8 @@ class ServerActor:
     async def listen(self, others: Sequence[Address]) -> Address:
         import ray
 
+        for address in others:  # a peer that is never reached would be missed much later
+            (await asyncio.to_thread(Connection, address, self._token, CONNECT)).close()
         listener = self._listener = Listener(self._server.handlers(), self._token)
         # Without one of the others it cannot go on: who is connected shall notice.
         self._others = [

@@ -31,13 +31,14 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from qfleet import envs, rng
+from qfleet import envs, machine, rng
 from qfleet.config import Config, ConfigError, override
 from qfleet.learner import ALIGN, Flat, Learned, Learner
 from qfleet.runtime import checkpoint, servers
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
+from qfleet.runtime.lost import Losses, reason, unless_lost
 from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
@@ -45,11 +46,13 @@ from qfleet.runtime.team import TeamError, check_division
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.shard import Copy, Position
 from qfleet.sync.traffic import COUNTS, rates
+from qfleet.sync.wire import Gone
 from qfleet.types import State
 
 PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
 REACH = 10.0  # seconds for a cluster to take a connection
+BREAKS = 3  # of a group of learners in a row, though all are there: it will never do
 ANSWER = 1.0  # seconds for a learner to say which version it has
 FAIR = {"worker_niceness": 0}  # Ray's 15 leaves learners a thirtieth of a core that another program uses
 SECONDS = ("env", "act", "learn", "transfer", "wait", "wait_actions", "sync/wait")  # on a learner's clock
@@ -65,9 +68,9 @@ class Fleet:
             raise ConfigError(
                 f"learners is {config.learners}, which needs Ray: pip install 'qfleet[ray]'. (Or start them with torchrun, see docs/sync.md.)"
             ) from None
-        self._ray, self._say = ray, say
+        self._ray, self._say, self._losses = ray, say, Losses(ray)
         self._open = contextlib.ExitStack()
-        self.device, self.threads = torch.device("cpu"), os.cpu_count() or 1
+        self.device, self.threads = torch.device("cpu"), machine.cores()
         check(config)
         if not ray.is_initialized():
             reach(address_of(config))
@@ -89,6 +92,7 @@ class Fleet:
         self._saved, self._final = 0, False  # step of the newest checkpoint; it is the last one
         self._notes: list[str] = []
         self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
+        self._breaks = 0  # of the learners' group, that were seen
         self._absent: set[int] = set()  # those that Ray seems to have no room for
         self._values: dict[int, dict[str, float]] = {}
         self._versions: dict[int, int] = {}  # that learners said they have
@@ -141,7 +145,7 @@ class Fleet:
         address = address_of(self.config)
         if not ray.is_initialized():
             quiet = {"include_dashboard": None if address else False, "log_to_driver": False, "logging_level": "ERROR"}
-            ours = {"address": "local", "num_cpus": max(os.cpu_count() or 1, needed + 1), "_system_config": FAIR}
+            ours = {"address": "local", "num_cpus": max(machine.cores(), needed + 1), "_system_config": FAIR}
             there = {"address": address} if address else ours
             try:
                 ray.init(**there, **quiet)
@@ -173,7 +177,7 @@ class Fleet:
             made, making = self._ray.wait(making, num_returns=len(making), timeout=PATIENCE)
             try:
                 self._ray.get(made)
-            except self._ray.exceptions.RayActorError as e:
+            except self._ray.exceptions.RayError as e:
                 raise TeamError(f"a learner could not be made: {reason(e)}") from None
             if self.servers is not None:
                 self.servers.look_after(self._versions)
@@ -234,10 +238,12 @@ class Fleet:
     # --- what is lost is replaced -----------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        """Replace who died or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
+        """Replace who died, was disconnected, or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
         ray = self._ray
         if self.servers is not None:
             self.servers.look_after(self._versions)
+        else:
+            self._look_after_group()
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])
         )
@@ -245,12 +251,14 @@ class Fleet:
             rank = self._running.pop(ref)
             try:
                 ray.get(ref)
-            except ray.exceptions.RayActorError as e:
-                if e.actor_init_failed:
-                    raise TeamError(f"learner {rank} could not be made: {reason(e)}") from None
-                self._replace(rank, "ended")
             except ray.exceptions.RayTaskError as e:
-                raise TeamError(f"learner {rank} failed: {type(e.cause).__name__}: {e.cause}") from None
+                if not isinstance(e.cause, Gone):
+                    raise TeamError(f"learner {rank} failed: {type(e.cause).__name__}: {e.cause}") from None
+                self._replace(rank, "was disconnected")
+            except ray.exceptions.RayError as e:
+                if isinstance(e, ray.exceptions.RayActorError) and e.actor_init_failed:
+                    raise TeamError(f"learner {rank} could not be made: {reason(e)}") from None
+                self._replace(rank, "ended" if self.over else self._losses.how(f"learner {rank}", e))
         heartbeat = self.config.sync.heartbeat
         if time.monotonic() - self._looked > heartbeat / 4:
             self._looked = time.monotonic()
@@ -260,6 +268,19 @@ class Fleet:
                 del self._expected[rank]
                 self._absent.add(rank)
                 self._notes.append(f"step {self.steps:,}: {no_room(f'learner {rank}')}; the others go on without it")
+
+    def _look_after_group(self) -> None:
+        """Learners that are all there, and cannot reach each other, would never learn anything."""
+        breaks, why = self._meeting.at_hub(lambda hub: (hub.breaks, hub.why))
+        if breaks >= BREAKS:
+            raise TeamError(
+                f"the learners could not form a group {breaks} times in a row ({why}). They connect to each other directly: the host name of every machine must stand for an address "
+                "that the others reach (not 127.0.0.1 or 127.0.1.1; or GLOO_SOCKET_IFNAME, set for Ray's processes, names its network interface), and no firewall may be between them. "
+                "Or let them agree by way of servers: --sync.transport server."
+            )
+        if breaks > self._breaks:
+            self._notes.append(f"step {self.steps:,}: the group of learners broke ({why}): they make another one")
+        self._breaks = breaks
 
     def _replace(self, rank: int, what: str) -> None:
         self._ray.kill(self._learners[rank])
@@ -293,7 +314,7 @@ class Fleet:
         done, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER) if asked else ([], [])
         answers = {}
         for ref in done:
-            with contextlib.suppress(self._ray.exceptions.RayActorError):
+            with unless_lost(self._ray):
                 answers[asked[ref]] = self._ray.get(ref)
         return answers
 
@@ -309,7 +330,7 @@ class Fleet:
             if versions[rank] <= mine.position.version:
                 break
             # One that waits for another, which hangs, does not answer: see _look_after.
-            with contextlib.suppress(self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
+            with unless_lost(self._ray):
                 found: Copy = self._ray.get(self._learners[rank].copy.remote(), timeout=ANSWER)
                 return found
         return mine
@@ -431,11 +452,6 @@ def check(config: Config) -> None:
     check_division(config, config.learners)
     if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {config.device!r}, but Ray gives every learner its GPU: use --device cuda.")
-
-
-def reason(error: Exception) -> str:
-    """The last line of an actor's traceback."""
-    return str(error).strip().splitlines()[-1]
 
 
 def address_of(config: Config) -> str:

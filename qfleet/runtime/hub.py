@@ -44,6 +44,7 @@ class Report(NamedTuple):
     clock: dict[str, float]
     group: str = READY  # all-reduce: can it take part in updates?
     version: int = -1  # of the parameters it has
+    why: str = ""  # all-reduce: the group cannot go on
 
 
 class Orders(NamedTuple):
@@ -82,7 +83,13 @@ class Hub:
         self._final = False  # the final checkpoint is wanted
         self._epoch, self._addresses = 0, list[Address]()
         self._grouped: list[tuple[int, int]] = []  # members of the newest group, and their incarnations
-        self.complaints = 0  # learners that wait for other servers
+        self.breaks, self.why = (
+            0,
+            "",
+        )  # of a group of the same members, in a row, without an update; the reason of the last one
+        self._updates = -1  # when it broke
+        self._complaints = 0  # learners that wait for other servers
+        self._troubles: list[str] = []  # of those that could not reach any, for people
 
     # --- learners --------------------------------------------------------------------------------------------------
 
@@ -158,15 +165,17 @@ class Hub:
         while self._complete < step:
             await self._changed.wait()
 
-    async def where(self, epoch: int) -> tuple[int, list[Address]]:
+    async def where(self, rank: int, epoch: int, why: str) -> tuple[int, list[Address]]:
         """Servers that are newer than those of that epoch, which failed."""
-        self.complaints += 1
+        self._complaints += 1
+        if why:
+            self._troubles.append(f"learner {rank} cannot go on: {why}. All connect anew")
         self._news.set()
         try:
             while self._epoch <= epoch:
                 await self._changed.wait()
         finally:
-            self.complaints -= 1
+            self._complaints -= 1
         return self._epoch, self._addresses
 
     def _meet(self) -> None:
@@ -188,10 +197,21 @@ class Hub:
             for r, incarnation in self.live.items()
             if r not in self.ended and r in self._newest and self._newest[r].group != WAITING
         )
-        broken = any(self._newest[r].group == BROKEN for r, _ in ready)
+        reports = [self._newest[r] for r, _ in ready]
+        broken = any(report.group == BROKEN for report in reports)
+        self._count(reports, broken and ready == self._grouped)
         changed = broken or ready != self._grouped
         self._grouped = ready
         return self._orders.epoch + changed, [r for r, _ in ready]
+
+    def _count(self, reports: Sequence[Report], broke: bool) -> None:
+        """A group that broke with all its members there."""
+        updates = max((report.version for report in reports), default=-1)
+        self.breaks = 0 if not broke else 1 if updates > self._updates else self.breaks + 1
+        self._updates = updates
+        for report in reports:
+            if broke and report.why:
+                self.why = f"learner {report.rank}: {report.why}"
 
     def _wake(self) -> None:
         self._changed.set()
@@ -240,6 +260,11 @@ class Hub:
     def complete(self, step: int) -> None:
         self._complete = step
         self._wake()
+
+    def complained(self) -> tuple[int, list[str]]:
+        """How many learners wait for other servers, and what was said since the last time by those that could not reach any."""
+        said, self._troubles = self._troubles, []
+        return self._complaints, said
 
     def moved(self, addresses: Sequence[Address]) -> int:
         """The servers are here now -> their epoch."""

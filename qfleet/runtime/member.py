@@ -64,6 +64,7 @@ class Member(Alone):
         self.stuck: Callable[[], bool] = lambda: False  # its environments do not answer
         self.save_as, self.saved_as = 0, 0  # steps of the checkpoint to take part in, and of the last one it did
         self.entered = False  # it has taken part in updates
+        self._why = ""  # its group broke, or could not be made
         if not place.late:
             self.join()
 
@@ -85,8 +86,8 @@ class Member(Alone):
 
         threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
-    def _find(self, epoch: int) -> tuple[int, Sequence[Address]]:
-        (newest, addresses), _ = self._directory("where", [epoch]).receive()
+    def _find(self, epoch: int, why: str) -> tuple[int, Sequence[Address]]:
+        (newest, addresses), _ = self._directory("where", [self.rank, epoch, why]).receive()
         return newest, [(host, port) for host, port in addresses]
 
     def attach(self, learner: Learner) -> None:
@@ -113,7 +114,7 @@ class Member(Alone):
         self._learned, self._values, self._clock = added(self._learned, learned), values, clock
 
     def _report(self, steps: int) -> Report:
-        told = (self._learned, self._values, self._clock, self._fit(steps), self.version)
+        told = (self._learned, self._values, self._clock, self._fit(steps), self.version, self._why)
         self._round, self._learned = self._round + 1, None
         return Report(self.rank, self._incarnation, self._round - 1, steps, *told)
 

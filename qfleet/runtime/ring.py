@@ -8,7 +8,8 @@
 
 The hub names the group with the orders of a round, so all its members make it after the same round. Then all take over the
 parameters of whoever has made most updates; updates that were given up are due again (in local modes the next exchange
-comes when it would have: the one that was given up is not made).
+comes when it would have: the one that was given up is not made). Why a group broke is told with the next report; the hub counts how
+often it does though everybody is there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from qfleet.learner import Learner
 from qfleet.runtime.hub import BROKEN, READY, WAITING
 from qfleet.runtime.member import Member, Place
 from qfleet.runtime.team import NONE, Broken
+from qfleet.sync.allreduce import Cut, among_others
 from qfleet.sync.balance import Balance
 from qfleet.sync.group import Group
 from qfleet.sync.shard import Copy, Position
@@ -42,6 +44,7 @@ class Ring(Member):
         self._store = place.store
         self._group: Group | None = None
         self._epoch, self._in_group = 0, False
+        self._begun = False  # its own parameters are those it shall begin with
         self._loaded: State = {}
         self._whole = threading.Lock()  # parameters change while it is held
         self._learner: Learner | None = None
@@ -88,8 +91,8 @@ class Ring(Member):
         try:
             with self._whole:
                 self._group.agree(grad, samples)
-        except RuntimeError as e:
-            self._leave_group()
+        except Cut as e:
+            self._leave_group(str(e))
             raise Broken(str(e)) from None
 
     def _make_group(self, members: list[int]) -> None:
@@ -97,28 +100,27 @@ class Ring(Member):
         limit = timedelta(seconds=3 * self._config.sync.heartbeat)
         assert self._learner is not None
         try:
-            found = PrefixStore(f"group {self._epoch}", TCPStore(*self._store, timeout=limit))
-            dist.init_process_group(
-                "gloo", store=found, rank=members.index(self.rank), world_size=len(members), timeout=limit
-            )
-            new = self._group is None
+            with among_others():
+                found = PrefixStore(f"group {self._epoch}", TCPStore(*self._store, timeout=limit))
+                dist.init_process_group(
+                    "gloo", store=found, rank=members.index(self.rank), world_size=len(members), timeout=limit
+                )
             if self._group is None:
                 self._group = Group(self._config, self._learner)
-            self.entered = True
             if self._loaded:
                 self._group.load_state(self._loaded)
-                self._loaded, new = {}, False
+                self._loaded, self._begun = {}, True
             with self._whole:
                 self._group.adopt()
-                if new:
+                if not self._begun:
                     self._group.begin()
-            self._in_group = True
-        except RuntimeError:
-            self._leave_group()
+            self._begun = self._in_group = self.entered = True
+        except Cut as e:
+            self._leave_group(str(e))
 
-    def _leave_group(self) -> None:
+    def _leave_group(self, why: str = "") -> None:
         """Breaks the connections, so that others who wait for this one notice."""
-        self._in_group = False
+        self._in_group, self._why = False, why
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()

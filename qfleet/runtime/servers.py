@@ -7,7 +7,6 @@ calls that failed; pushes that are in a version already are not applied again.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from qfleet.config import BARRIER_MODES, Config
 from qfleet.runtime.actors import ServerActor
 from qfleet.runtime.hub import Meeting
+from qfleet.runtime.lost import Losses, reason, unless_lost
 from qfleet.runtime.team import TeamError
 from qfleet.sync.client import Client
 from qfleet.sync.shard import Copy, position_in, ranges
@@ -57,7 +57,11 @@ class Servers:
         self._asked_at = time.monotonic()
         self._said: dict[int, int] = {}  # versions that learners had when they were asked for
         self.notes: list[str] = []  # what the user should know
-        self._connect()
+        self._losses = Losses(ray)
+        try:
+            self._connect()
+        except ray.exceptions.RayError as e:
+            raise TeamError(f"a server could not be made: {reason(e)}") from None
         self.client = Client(config, -1, 0, len(initial), self._find, token, config.sync.heartbeat)
         self.client.newest()
 
@@ -75,7 +79,7 @@ class Servers:
         found: list[Any] = self._ray.get(refs)
         return found
 
-    def _find(self, epoch: int) -> tuple[int, list[Address]]:
+    def _find(self, epoch: int, why: str) -> tuple[int, list[Address]]:
         """For this process's own client: servers that fail are repaired."""
         if epoch >= self._epoch:
             self.repair()
@@ -86,7 +90,9 @@ class Servers:
     def look_after(self, versions: Mapping[int, int]) -> None:
         """`versions` that learners say they have."""
         ended, _ = self._ray.wait(self._serving, timeout=0)
-        if ended or self._meeting.at_hub(lambda hub: hub.complaints):
+        complaints, said = self._meeting.at_hub(lambda hub: hub.complained())
+        self.notes += said
+        if ended or complaints:
             self.repair()
         self._take_snapshots(versions)
 
@@ -96,7 +102,7 @@ class Servers:
         done, late = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         for ref in done:
             number = self._asked.pop(ref)
-            with contextlib.suppress(ray.exceptions.RayActorError):
+            with unless_lost(ray):
                 self._keep(number, ray.get(ref))
         if late and waited > self._config.sync.heartbeat:
             for ref in late:
@@ -127,25 +133,35 @@ class Servers:
     def repair(self) -> None:
         began = time.monotonic()
         for _ in range(REPAIRS):
-            try:
+            with unless_lost(self._ray) as why:  # another one, meanwhile
                 lost = self._repair()
                 break
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):  # another one, meanwhile
-                continue
         else:
-            raise TeamError(
-                f"the servers were lost {REPAIRS} times in a row. {self._config.run_dir} has what was saved."
-            )
+            raise self._hopeless(why)
         self.notes += [f"{what}; all went on after {time.monotonic() - began:.1f} s" for what in lost]
+
+    def _hopeless(self, why: Sequence[str]) -> TeamError:
+        return TeamError(
+            f"the servers were lost {REPAIRS} times in a row ({why[-1]}). {self._config.run_dir} has what was saved."
+        )
+
+    def _how(self, server: int) -> str:
+        """What happened to one that does not answer."""
+        try:
+            self._ray.get(self._serving[server], timeout=0)
+        except self._ray.exceptions.RayError as e:
+            return self._losses.how(f"server {server}", e)
+        return "ended"
 
     def _repair(self) -> list[str]:
         """-> what was lost."""
         ray, lost, paused = self._ray, list[str](), dict[int, Any]()
         for i, ref in enumerate([server.pause.remote() for server in self.actors]):
-            with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            with unless_lost(ray):
                 paused[i] = ray.get(ref, timeout=self._config.sync.heartbeat)
         paused = {i: known for i, known in paused.items() if i not in self._blank}
         dead = [i for i in range(len(self.actors)) if i not in paused]
+        how = {i: self._how(i) for i in dead}
         for i in dead:
             ray.kill(self.actors[i])
         copy, members = (self._freshest(self.client.copy()), self._members()) if dead else (self.client.copy(), {})
@@ -155,6 +171,7 @@ class Servers:
             self._make_room()
         for i in dead:
             self.actors[i] = self._make(self._config, i, copy.part(self._ranges[i]).params, self._token)
+            self._serving[i] = self.actors[i].serve.remote()
             self._blank.add(i)
         for i in paused:  # what the first one was about to tell them is lost with its connections
             dropped = ray.get(self.actors[i].catch_up.remote(log, bool(dead)), timeout=self._config.sync.heartbeat)
@@ -166,12 +183,15 @@ class Servers:
             (newest,) = self._started([self.actors[i].restore.remote(state, part, position, members)])
             self._blank.discard(i)
             lost.append(
-                f"server {i} ended and was restarted: its parameters are those of version {newest:,} of {position.version:,}, "
+                f"server {i} {how[i]} and was restarted: its parameters are those of version {newest:,} of {position.version:,}, "
                 f"the optimiser's state is of version {saved:,}"
             )
         if dead:
-            self._serving = [server.serve.remote() for server in self.actors]
             self._asked, self._said = {}, {}
+        # Ray may give up a call of a server that lives, as when its machine was out of reach for a moment.
+        over, _ = ray.wait(self._serving, num_returns=len(self._serving), timeout=0)
+        for i in (self._serving.index(ref) for ref in over):
+            self._serving[i] = self.actors[i].serve.remote()
         self._connect()
         return lost
 
@@ -179,20 +199,22 @@ class Servers:
 
     def states(self) -> list[State]:
         patience = self._config.sync.heartbeat
-        while True:
+        for _ in range(REPAIRS):
             self.client.flush()
-            try:
+            with unless_lost(self._ray) as why:
                 states: list[State] = self._ray.get([server.state.remote() for server in self.actors], timeout=patience)
-                break
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
-                self.repair()
-                patience *= 2  # they may be slow, not hung
-        for number, state in enumerate(states):
-            self._keep(number, state)
-        return states
+                for number, state in enumerate(states):
+                    self._keep(number, state)
+                return states
+            self.repair()
+            patience *= 2  # they may be slow, not hung
+        raise self._hopeless(why)
 
     def load(self, states: Sequence[State]) -> None:
-        self._ray.get([server.load.remote(state) for server, state in zip(self.actors, states, strict=True)])
+        with unless_lost(self._ray) as why:
+            self._ray.get([server.load.remote(state) for server, state in zip(self.actors, states, strict=True)])
+        if why:
+            raise TeamError(f"a server was lost before the run began: {why[0]}")
         self._snapshots = list(states)
 
     def close(self) -> None:

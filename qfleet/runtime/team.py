@@ -243,6 +243,8 @@ def together() -> Iterator[None]:
     """Around what all ranks do at the same time: the error of whoever is left becomes one line."""
     try:
         yield
+    except torch.OutOfMemoryError:  # of this one: the trainer says what to do
+        raise
     except RuntimeError as e:
         why = re.sub(r"\[/\S*\]\s*", "", str(e).splitlines()[0]).strip()
         raise TeamError(

@@ -11,7 +11,9 @@ are gathered, and everybody adds them up in the order of the ranks. Low rank (Po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +26,22 @@ from qfleet.config import SyncConfig
 from qfleet.sync import codecs
 from qfleet.sync.shard import Outer
 from qfleet.types import Array, State
+
+
+class Cut(RuntimeError):
+    """The others cannot be reached (any more)."""
+
+
+@contextlib.contextmanager
+def among_others() -> Iterator[None]:
+    """Around what the group does, and nothing else: an error there is Cut, in one line. torch has no type of its own for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:
+        first = (str(e).splitlines() or [""])[0]
+        raise Cut(re.sub(r"\[/\S*\]\s*", "", first).strip() or type(e).__name__) from None
 
 
 class Mean(Protocol):
@@ -60,7 +78,8 @@ class Reduced:
         buffer = torch.empty(len(vector) + 1, dtype=vector.dtype, device=vector.device)
         torch.mul(vector, weight, out=buffer[:-1])
         buffer[-1] = weight
-        dist.all_reduce(buffer)
+        with among_others():
+            dist.all_reduce(buffer)
         self.bytes_sent += buffer.nbytes
         return buffer[:-1].div_(buffer[-1].clone())
 
@@ -82,7 +101,8 @@ class Gathered:
     def __call__(self, vector: Tensor, weight: float) -> Tensor:
         mine = np.concatenate((np.array([weight]).view(np.uint8), self._codec.encode(vector)))
         everybody = [torch.empty(len(mine), dtype=torch.uint8) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybody, torch.from_numpy(mine))
+        with among_others():
+            dist.all_gather(everybody, torch.from_numpy(mine))
         self.bytes_sent += len(mine)
         messages: list[Array] = [message.numpy() for message in everybody]
         weights = [float(message[:8].view(np.float64)[0]) for message in messages]

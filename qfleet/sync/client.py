@@ -30,15 +30,17 @@ from qfleet.sync.policies import UNKNOWN, Push
 from qfleet.sync.server import Reply
 from qfleet.sync.shard import Copy, Position, ranges
 from qfleet.sync.traffic import Traffic
-from qfleet.sync.wire import Address, Connection, Gone
+from qfleet.sync.wire import Address, Connection, Gone, Unreachable
 from qfleet.types import Array, State
 
 T = TypeVar("T")
-Find = Callable[[int], tuple[int, Sequence[Address]]]
+Find = Callable[[int, str], tuple[int, Sequence[Address]]]
+EPOCHS = 5  # of servers that cannot be reached, in a row: it is no accident
 
 
 class Client:
-    """Worker `worker`. `find(epoch)`: where the servers are, once that is newer than epoch; the first one has the policy.
+    """Worker `worker`. `find(epoch, why)`: where the servers are, once that is newer than epoch; the first one has the policy. `why` those
+    of that epoch could not be reached, for people.
 
     `patience`: seconds after which a server that does not answer counts as gone; None: somebody else finds out.
     """
@@ -199,15 +201,24 @@ class Client:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
+        """Servers that are not there have moved, or soon will. Where only this worker cannot reach them, they would do so for ever, and with every move all
+        others wait: it gives up."""
+        failures, why = list[float](), ""
         while True:
             self.close()
-            self._epoch, addresses = self._find(self._epoch)
+            self._epoch, addresses = self._find(self._epoch, why)
             try:
                 for address in addresses:
                     self._servers.append(Connection(address, self._token, self._patience))
                 return
-            except Gone:
-                continue
+            except Gone as e:
+                failures.append(time.monotonic())
+                why = str(e) if len(failures) == 2 else ""  # said once; and once may happen while they move
+                if len(failures) >= EPOCHS and failures[-1] - failures[0] > self._config.sync.heartbeat:
+                    self.close()
+                    raise Unreachable(
+                        f"{e}, {len(failures)} times in a row. Servers and learners need open TCP ports between their machines: check firewalls, and the address under which Ray knows that machine."
+                    ) from None
 
     def _try(self, call: Callable[[], T]) -> T:
         while True:

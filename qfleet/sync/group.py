@@ -55,16 +55,18 @@ class Group:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Everybody takes over what all must have in common from whoever has made most updates."""
+        """Everybody takes over what all must have in common from whoever has made most updates: all of it, or, when that one is lost
+        meanwhile, nothing. Who claimed its updates without its parameters would be the next one that all take over from."""
         learner, updates = self._learner, [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(updates, torch.tensor([learner.updates]))
+        mine = [tensor for tensor in self._common() if tensor.numel()]
+        common = [tensor.to("cpu", copy=True) for tensor in mine]
+        with allreduce.among_others():
+            dist.all_gather(updates, torch.tensor([learner.updates]))
+            for tensor in common:
+                dist.broadcast(tensor, updates.index(max(updates)))
+        for tensor, new in zip(mine, common, strict=True):
+            tensor.copy_(new)
         learner.updates = int(max(updates))
-        source = updates.index(max(updates))
-        for tensor in self._common():
-            if tensor.numel():
-                common = tensor.cpu()
-                dist.broadcast(common, source)
-                tensor.copy_(common)
         if self._local is not None and self._centre is not None:
             self._local.seen = self._centre.newest().to(learner.device, copy=True)
 

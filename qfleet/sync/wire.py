@@ -44,6 +44,10 @@ class Gone(WireError):
     """The other side does not answer any more."""
 
 
+class Unreachable(WireError):
+    """The other side answers others, as far as one can see, but not this process."""
+
+
 def _pack(header: dict[str, Any], arrays: Sequence[Array]) -> bytes:
     text = json.dumps({**header, "sizes": [array.nbytes for array in arrays]}).encode()
     return HEADER.pack(len(text), sum(array.nbytes for array in arrays)) + text
@@ -81,6 +85,9 @@ class Connection:
         _tune(self._sock)
         try:
             self("hello", [token]).receive()
+        except Gone as e:
+            self.close()
+            raise Gone(f"no server answers at {address[0]}:{address[1]}: {e}") from None
         except BaseException:
             self.close()
             raise

@@ -16,7 +16,7 @@ import qfleet
 from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint
 from qfleet.runtime.cluster import check
-from qfleet.runtime.hub import Hub, Report, identity
+from qfleet.runtime.hub import BROKEN, READY, Hub, Report, identity
 from qfleet.runtime.train import Trainer
 
 
@@ -194,6 +194,29 @@ def test_a_group_is_made_anew_for_another_learner_of_the_same_rank() -> None:
         hub.leave(1)
         await hub.join(1, 1, identity(config))
         assert await reported(2, 0, 1) == [(2, [0, 1])] * 2 == await reported(3, 0, 1)
+
+    asyncio.run(check())
+
+
+def test_breaks_of_a_group_are_counted_while_nothing_is_learned() -> None:
+    async def check() -> None:
+        config = Config()
+        hub = Hub(config)
+
+        async def breaks(round: int, group: str, updates: int) -> int:
+            reports = [Report(r, n, round, 10, None, {}, {}, group, updates, "timed out") for r, n in hub.live.items()]
+            await asyncio.gather(*(hub.report(report) for report in reports))
+            return hub.breaks
+
+        for rank in range(2):
+            await hub.join(rank, 0, identity(config))
+        assert await breaks(0, READY, 0) == 0
+        assert [await breaks(round, BROKEN, 0) for round in (1, 2)] == [1, 2] and hub.why == "learner 1: timed out"
+        assert await breaks(3, BROKEN, 5) == 1  # some were made meanwhile
+        assert await breaks(4, BROKEN, 5) == 2
+        hub.leave(1)
+        assert await breaks(5, BROKEN, 5) == 0  # one was lost: that is why
+        assert await breaks(6, BROKEN, 5) == 1 and await breaks(7, READY, 5) == 0
 
     asyncio.run(check())
 

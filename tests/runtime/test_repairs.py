@@ -1,5 +1,6 @@
 """Learners and servers that die or hang, on a real Ray."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,10 @@ from onray import Hit, disturbed, trained
 
 import qfleet
 from qfleet.config import override
-from qfleet.runtime import checkpoint, servers
+from qfleet.runtime import checkpoint, cluster, servers
 from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.hub import Hub, Orders, Report
+from qfleet.runtime.member import Place
 from qfleet.runtime.servers import Servers
 from qfleet.runtime.team import TeamError
 
@@ -26,6 +29,74 @@ def test_a_learner_that_dies_or_hangs_is_replaced(
     assert ("no sign of life" in told[0]) == (number == signal.SIGSTOP)
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 20_000
     assert run.evaluation is not None
+
+
+def test_a_learner_that_is_disconnected_is_replaced(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub closes the connection, as if it had broken on the way."""
+    told, report, cut = disturbed(monkeypatch, []), Hub.report, list[Report]()
+
+    async def broken(self: Hub, its: Report) -> Orders:
+        if not cut and its.rank == 1 and its.steps > 500:
+            cut.append(its)
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+        return await report(self, its)
+
+    monkeypatch.setattr(Hub, "report", broken)
+    run = trained(tmp_path / "run", "sync", 6000)
+    assert len(told) == 1 and "learner 1 was disconnected: a new one takes its place" in told[0]
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+
+
+def starving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says of everybody who died that it was killed for want of memory. (It would choose whom to kill by itself.)"""
+    import ray
+
+    get = ray.get
+
+    def got(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return get(*args, **kwargs)
+        except ray.exceptions.RayActorError:
+            raise ray.exceptions.OutOfMemoryError(
+                "The node is running low on memory.\nSee the documentation."
+            ) from None
+
+    monkeypatch.setattr(ray, "get", got)
+
+
+def test_who_is_killed_for_memory_is_replaced(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starving(monkeypatch)
+    told = disturbed(monkeypatch, [("server", 0, signal.SIGKILL), ("learner", 1, signal.SIGKILL)])
+    run = trained(tmp_path / "run", "sync", 6000)
+    for what in ("learner 1 was killed because its machine has no memory left: a new one takes its place",
+                 "server 0 was killed because its machine has no memory left and was restarted"):  # fmt: skip
+        assert any(what in text for text in told), told
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
+
+
+def test_a_learner_that_is_killed_for_memory_again_and_again_ends_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starving(monkeypatch)
+    news, killed = Fleet._news, list[int]()
+
+    def kill(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and self._incarnations[1] not in killed:
+            pid = self._ray.get(self._learners[1].pid.remote())
+            killed.append(self._incarnations[1])
+            os.kill(pid, signal.SIGKILL)
+        return learned
+
+    monkeypatch.setattr(Fleet, "_news", kill)
+    with pytest.raises(
+        TeamError, match=r"learner 1 was killed 3 times .* \(The node is running low on memory\.\) Lower"
+    ):
+        trained(tmp_path / "run", "sync", 10**6)
+    assert killed == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +129,17 @@ def test_all_reduce_goes_on_with_the_survivors(
     for part in parts[1:]:
         assert part["updates"] == parts[0]["updates"]
         assert all((part[kind][name] == value).all() for name, value in parts[0][kind].items())
+
+
+def test_learners_that_cannot_form_a_group_end_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They find each other at a port where nobody listens."""
+    told = disturbed(monkeypatch, [])
+    monkeypatch.setattr(cluster, "Place", lambda *args: Place(*args)._replace(store=("127.0.0.1", 1)))
+    with pytest.raises(TeamError, match=r"could not form a group 3 times in a row \(learner \d: .*127\.0\.0\.1.*GLOO"):
+        trained(tmp_path / "run", "sync", sync__transport="allreduce", sync__heartbeat=1.0)
+    assert any("the group of learners broke (learner" in text for text in told)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +274,55 @@ def test_a_repair_of_servers_that_are_well_loses_nothing(
     state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
     first, other = state["cluster"]["servers"]
     assert (first["version"], first["applied"]) == (other["version"], other["applied"])
+
+
+def test_a_call_that_ray_gave_up_does_not_mean_that_the_server_is_lost(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One repair is enough: nobody waits for that call any more."""
+    news, repair, repairs, ended = Fleet._news, Servers.repair, list[int](), list[Any]()
+
+    def end(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and not ended:
+            ended.append(self.servers.actors[0].pid.remote())
+            self._ray.get(ended[0])
+            self.servers._serving[0] = ended[0]
+        return learned
+
+    def counted(self: Servers) -> None:
+        repairs.append(self._epoch)
+        repair(self)
+
+    monkeypatch.setattr(Fleet, "_news", end)
+    monkeypatch.setattr(Servers, "repair", counted)
+    run = trained(tmp_path / "run", "sync", sync__servers=2, total_steps=6000)
+    assert run.stop_reason == "total_steps" and 1 <= len(repairs) < 10, repairs
+
+
+def test_a_learner_that_cannot_reach_a_server_ends_the_run(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall: others can. It connects anew after a repair, and cannot."""
+    told, news, where, walls = disturbed(monkeypatch, []), Fleet._news, Hub.where, list[str]()
+
+    def wall(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if self.steps > 500 and not walls:
+            walls.append("127.0.0.1")
+            self.servers.repair()
+        return learned
+
+    async def behind(self: Hub, rank: int, epoch: int, *more: str) -> Any:
+        newest, addresses = await where(self, rank, epoch, *more)
+        return newest, [(wall, 1) for wall in walls] if rank == 1 and walls else addresses
+
+    monkeypatch.setattr(Fleet, "_news", wall)
+    monkeypatch.setattr(Hub, "where", behind)
+    message = r"no server answers at 127\.0\.0\.1:1 \(Connection refused\)"
+    with pytest.raises(TeamError, match=rf"learner 1 failed: Unreachable: {message}"):
+        trained(tmp_path / "run", "sync", 10**6, sync__heartbeat=2.0)
+    assert any("learner 1 cannot go on: no server answers at 127.0.0.1:1" in text for text in told)
 
 
 def test_a_new_learner_that_has_not_learned_yet_has_no_part(

@@ -16,7 +16,7 @@ import torch
 import qfleet
 from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint, metrics
-from qfleet.runtime.team import check
+from qfleet.runtime.team import TeamError, check, together
 
 SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--seed", "3", "--device", "cpu",
             "--network.hidden", "32,32", "--replay.min-steps", "200", "--learner.batch-size", "16", "--runtime.eval-every", "0",
@@ -264,3 +264,10 @@ def test_bad_input(args: list[str], message: str, tmp_path: Path) -> None:
     process = launched(tmp_path / "run", "CartPole-v1", *SETTINGS, *args)
     out, _ = process.communicate(timeout=120)
     assert process.returncode != 0 and message in out and not (tmp_path / "run").exists()
+
+
+def test_memory_that_this_learner_cannot_get_is_no_matter_of_the_others() -> None:
+    with pytest.raises(torch.OutOfMemoryError), together():
+        raise torch.OutOfMemoryError("no memory")
+    with pytest.raises(TeamError, match="another learner"), together():
+        raise RuntimeError("Connection closed by peer")

@@ -1,6 +1,7 @@
 """All-reduce and learners that train alone for a while, in three real processes of a Gloo group."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from fleet import BATCH, FEATURES, HIDDEN, SIZE, Problem, Server, config_of, sync_of
 
 from qfleet.config import Config, SyncConfig
-from qfleet.learner import Optimizer
+from qfleet.learner import Learner, Optimizer
 from qfleet.sync import allreduce
+from qfleet.sync.group import Group
 from qfleet.sync.local import Local
+from qfleet.types import Spec
 
 RANKS, CLOCKS = 3, 100
 PLACES = [(torch.Size((FEATURES, HIDDEN)), 0), (torch.Size((HIDDEN,)), FEATURES * HIDDEN)]
@@ -266,3 +269,34 @@ def test_bytes_are_counted(tmp_path: Any) -> None:
             assert 0 < mean.bytes_sent <= most * 4 * 4096, codec
     finally:
         dist.destroy_process_group()
+
+
+def take_over(rank: int, folder: str) -> None:
+    """Rank 0 has made updates, and dies before rank 1 has taken over everything."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    learner = Learner(config_of(), Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu"))
+    group, before, broadcast = Group(config_of(), learner), learner.flat.data.clone(), dist.broadcast
+
+    def last(tensor: torch.Tensor, source: int) -> None:
+        broadcast(tensor, source)
+        os._exit(0)
+
+    if rank == 0:
+        learner.updates = 7
+        learner.flat.data.add_(1.0)
+        learner.target.data.add_(1.0)
+        dist.broadcast = last
+    with pytest.raises(RuntimeError):
+        group.adopt()
+    unchanged = torch.equal(learner.flat.data, before) and torch.equal(learner.target.data, before)
+    Path(folder, "got").write_text(f"{learner.updates} {unchanged}")
+
+
+def test_nobody_claims_updates_whose_parameters_it_did_not_get(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=take_over, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert (tmp_path / "got").read_text() == "0 True"

@@ -19,7 +19,7 @@ from qfleet.sync.client import Client
 from qfleet.sync.policies import Commit, Key, Outcome, Push
 from qfleet.sync.server import Server
 from qfleet.sync.shard import Copy, Position, ranges
-from qfleet.sync.wire import Connection, Listener, Peer, WireError
+from qfleet.sync.wire import Connection, Listener, Peer, Unreachable, WireError
 
 CLOCKS = 100
 LIMIT = 60.0  # seconds, where somebody may wait for ever
@@ -113,7 +113,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def client(self, worker: int, incarnation: int = 0) -> Client:
-        def find(epoch: int) -> tuple[int, list[tuple[str, int]]]:
+        def find(epoch: int, why: str) -> tuple[int, list[tuple[str, int]]]:
             with self._moved:
                 self._moved.wait_for(lambda: self._epoch > epoch or self.closed, LIMIT)
             if self.closed:
@@ -469,6 +469,30 @@ def test_who_connects_while_a_server_closes_is_told() -> None:
 
     with asyncio.run(closing()) as sock:
         assert sock.recv(1) == b""
+
+
+def test_a_worker_that_never_reaches_a_server_gives_up() -> None:
+    config, said = replace(config_of(), sync=sync_of("sync", heartbeat=0.01)), list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    def find(epoch: int, why: str = "") -> tuple[int, list[tuple[str, int]]]:
+        assert epoch < 10**5  # it would go on for ever
+        said.extend([why] if why else [])
+        return epoch + 1, [("127.0.0.1", port)]
+
+    refused = rf"no server answers at 127\.0\.0\.1:{port} \(Connection refused\)"
+    with pytest.raises(Unreachable, match=rf"{refused}, \d+ times in a row.*firewall"):
+        Client(config, 0, 0, SIZE, find, "token")
+    assert len(said) == 1
+
+
+def test_a_server_looks_for_the_others_before_it_begins() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    server = ServerActor(config_of(), 0, Problem(torch.float32).initial.numpy(), "token")
+    with pytest.raises(WireError, match=f"no server answers at 127.0.0.1:{port}"):
+        asyncio.run(server.listen([("127.0.0.1", port)]))
 
 
 def test_a_server_is_restored_from_whatever_is_newest() -> None:
