@@ -436,10 +436,10 @@ class Config:
                 f"the first update comes after {first:,} steps ({self.first_update:,} before learning starts, then batch_size{times} / samples_per_step), but total_steps is {self.total_steps:,}: no update would ever be made. "
                 f"Raise --total-steps, or lower --replay.min-steps or --learner.batch-size."
             )
-        rate = Fraction(str(self.replay.samples_per_step)) / (
-            self.learner.batch_size * learners
-        )  # as the limiter has it
-        updates = (self.total_steps - self.first_update) * rate // 1
+        samples = (self.total_steps - self.first_update) * Fraction(
+            str(self.replay.samples_per_step)
+        )  # as in the limiter
+        updates = samples // (self.learner.batch_size * learners)
         if learners > 1 and self.sync.mode in LOCAL_MODES and updates < self.sync.local_steps:
             raise ConfigError(
                 f"{self.total_steps:,} steps are {updates:,} updates of each learner, but in {self.sync.mode} they meet every {self.sync.local_steps} (sync.local_steps): what is saved would never be trained. "

@@ -83,11 +83,9 @@ class Hub:
         self._final = False  # the final checkpoint is wanted
         self._epoch, self._addresses = 0, list[Address]()
         self._grouped: list[tuple[int, int]] = []  # members of the newest group, and their incarnations
-        self.breaks, self.why = (
-            0,
-            "",
-        )  # of a group of the same members, in a row, without an update; the reason of the last one
-        self._updates = -1  # when it broke
+        self.breaks = 0  # of a group of the same members, in a row, without an update
+        self.why = ""  # the last one did
+        self._updates = -1  # made when it did
         self._complaints = 0  # learners that wait for other servers
         self._troubles: list[str] = []  # of those that could not reach any, for people
 
