@@ -14,7 +14,7 @@ import pytest
     [
         pytest.param("89", 101_376, marks=pytest.mark.long),
         ("90", 232_448),
-        ("gfx942", 65_536),
+        pytest.param("gfx942", 65_536, marks=pytest.mark.long),
         pytest.param("gfx1100", 65_536, marks=pytest.mark.long),
     ],
     ids=["RTX 40", "H100", "MI300", "RX 7900"],

@@ -21,7 +21,7 @@ SPEC = Spec(obs_shape=(84, 84), obs_dtype="uint8", num_actions=5, frame_stack=4)
 
 def config_of(**settings: Any) -> Config:
     base = {
-        "env.num_envs": ENVS, "replay.capacity": ENVS * ROWS, "replay.min_steps": 0, "learner.batch_size": 6, "learner.n_step": 2,
+        "env.num_envs": ENVS, "replay.capacity": ENVS * ROWS, "replay.min_steps": 0, "learner.batch_size": 3, "learner.n_step": 2,
         "network.hidden": (128,), "runtime.steps_per_round": 1, "learner.lr": 1e-3, "learner.grad_clip": 0.05, "learner.double": False,
     }  # fmt: skip
     return override(recipes.make("dqn", "pong"), base | {k.replace("__", "."): v for k, v in settings.items()})

@@ -83,7 +83,11 @@ def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("mode", "codec", "transport"),
-    [("sync", "int8", "server"), ("diloco", "fp32", "server"), ("sync", "powersgd", "allreduce")],
+    [
+        ("sync", "int8", "server"),
+        ("diloco", "fp32", "server"),
+        pytest.param("sync", "powersgd", "allreduce", marks=pytest.mark.long),
+    ],
 )
 def test_resumed_it_goes_on_exactly(
     ray: None, mode: str, codec: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +114,8 @@ def test_resumed_it_goes_on_exactly(
     assert states[0]["step"] == states[1]["step"] and states[0]["cluster"]["hub"] == states[1]["cluster"]["hub"]
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long), "window"])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["async", "ssp", "window"])
 def test_resumed_without_a_barrier_nothing_is_lost_or_applied_twice(
     ray: None, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

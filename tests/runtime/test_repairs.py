@@ -77,6 +77,7 @@ def test_who_is_killed_for_memory_is_replaced(ray: None, tmp_path: Path, monkeyp
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 6000
 
 
+@pytest.mark.long
 def test_a_learner_that_is_killed_for_memory_again_and_again_ends_the_run(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_all_reduce_goes_on_with_the_survivors(
         assert all((part[kind][name] == value).all() for name, value in parts[0][kind].items())
 
 
+@pytest.mark.long
 def test_learners_that_cannot_form_a_group_end_the_run(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +278,7 @@ def test_a_repair_of_servers_that_are_well_loses_nothing(
     assert (first["version"], first["applied"]) == (other["version"], other["applied"])
 
 
+@pytest.mark.long
 def test_a_call_that_ray_gave_up_does_not_mean_that_the_server_is_lost(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
