@@ -215,10 +215,8 @@ class Trainer:
             if not self._begun:
                 if self._new:  # it leaves nothing behind
                     shutil.rmtree(self.run_dir, ignore_errors=True)
-            elif (
-                isinstance(self.worker, Worker) and self.team.size > 1
-            ):  # the others do not know, and would not save theirs
-                message = f" {self._last_checkpoint()}"
+            elif isinstance(self.worker, Worker) and self.team.size > 1:
+                message = f" {self._last_checkpoint()}"  # the others do not know, and would not save their parts
             else:
                 self._save(stuck=training)
                 message = f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."

@@ -68,9 +68,7 @@ class Client:
         self._params, self._target = torch.zeros(size), torch.zeros(size)
         self._position = Position(-1, -1, 0.0, {})
         self._whole = threading.Lock()  # the three above belong together
-        self._given = (
-            self._position
-        )  # of what the learner itself has: a version may arrive here while it does something else
+        self._given = self._position  # of what the learner itself has: more may have arrived here
         self._local: Local | None = None
         self._sequence = 0
         self._pushed = 0  # bytes of the last push
@@ -180,13 +178,8 @@ class Client:
     def state(self) -> State:
         """Of a client that waits for nothing."""
         local = {} if self._local is None else self._local.state()
-        given = list(self._given[:2])
-        return {
-            "sequence": self._sequence,
-            "codecs": [codec.state() for codec in self._codecs],
-            "local": local,
-            "given": given,
-        }
+        codecs = [codec.state() for codec in self._codecs]
+        return {"sequence": self._sequence, "codecs": codecs, "local": local, "given": list(self._given[:2])}
 
     def load_state(self, state: State) -> None:
         """After that of the learner, which has the parameters and the target of then: others may have gone on before the servers were saved."""
