@@ -101,18 +101,11 @@ def test_what_cannot_work_is_refused_with_the_reason(values: dict[str, object], 
 def test_settings_of_a_mode_are_taken_by_it() -> None:
     for name, (other, values) in configs.ONLY_WITH.items():
         default = getattr(configs.SyncConfig(), name)
-        given = (
-            "sqrt"
-            if name == "damping"
-            else not default
-            if isinstance(default, bool)
-            else 0.25
-            if isinstance(default, float)
-            else 2
-        )
+        given: object = {str: "sqrt", bool: not default, float: 0.25}.get(type(default), 2)
         for value in values:
             transport = {"sync.transport": "allreduce"} if value == "powersgd" else {}
-            override(Config(), {f"sync.{name}": given, f"sync.{other}": value, **transport})
+            made = override(Config(), {f"sync.{name}": given, f"sync.{other}": value, **transport})
+            assert getattr(made.sync, name) == given != default
     # One learner makes all updates: nobody is met. Two make half as many, enough for shorter steps.
     override(Config(), {"total_steps": 1200, "sync.mode": "diloco"})
     override(Config(), {"learners": 2, "total_steps": 1200, "sync.mode": "diloco", "sync.local_steps": 12})

@@ -81,6 +81,19 @@ def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) 
     assert numbers(runs[0]) == numbers(runs[1])
 
 
+def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, mode: str, *steps: int, **settings: Any) -> qfleet.Run:
+    """Trained, and stopped by a signal soon after the first checkpoint."""
+    save = Trainer._save
+
+    def signalled(self: Trainer, stuck: bool = False) -> None:
+        save(self, stuck)
+        self.signal = signal.SIGTERM
+
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, "_save", signalled)
+        return trained(folder, mode, *steps, **settings, runtime__checkpoint_every=1000)
+
+
 @pytest.mark.parametrize(
     ("mode", "codec", "transport"),
     [
@@ -97,15 +110,7 @@ def test_resumed_it_goes_on_exactly(
     settings |= {"sync__servers": 2} if transport == "server" else {}
     settings |= {"sync__local_steps": 4} if mode == "diloco" else {}
     whole = trained(tmp_path / "whole", mode, **settings)
-    save = Trainer._save
-
-    def interrupted(self: Trainer, stuck: bool = False) -> None:
-        save(self, stuck)
-        self.signal = signal.SIGTERM
-
-    with monkeypatch.context() as m:
-        m.setattr(Trainer, "_save", interrupted)
-        part = trained(tmp_path / "part", mode, **settings, runtime__checkpoint_every=1000)
+    part = interrupted(monkeypatch, tmp_path / "part", mode, **settings)
     assert part.stop_reason == "signal" and len(list((part.dir / "checkpoints").glob("step_*"))) == 2
     resumed = qfleet.train(resume=part.dir, progress=False)
     states = [checkpoint.read((run.dir / "checkpoints/last").resolve())[0] for run in (whole, resumed)]
@@ -121,16 +126,8 @@ def test_resumed_without_a_barrier_nothing_is_lost_or_applied_twice(
 ) -> None:
     """What the servers have and what the learners pushed is compared at the checkpoint that is resumed and at the last one. (A learner goes on
     with the number of its next push: one that was applied twice, or never, would make them differ.)"""
-    save = Trainer._save
-
-    def interrupted(self: Trainer, stuck: bool = False) -> None:
-        save(self, stuck)
-        self.signal = signal.SIGTERM
-
-    with monkeypatch.context() as m:
-        m.setattr(Trainer, "_save", interrupted)
-        settings = {"sync__servers": 2, "learner__target_interval": 10, "sync__window": 3 if mode == "window" else 0}
-        run = trained(tmp_path / "run", mode, 4000, **settings, runtime__checkpoint_every=1000)
+    settings = {"sync__servers": 2, "learner__target_interval": 10, "sync__window": 3 if mode == "window" else 0}
+    run = interrupted(monkeypatch, tmp_path / "run", mode, 4000, **settings)
 
     def newest() -> Any:
         folder = (run.dir / "checkpoints/last").resolve().name
