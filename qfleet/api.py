@@ -18,13 +18,14 @@ from qfleet import networks, recipes
 from qfleet.acting import placement
 from qfleet.acting.policy import Policy, Recorded
 from qfleet.config import Config, ConfigError, SyncConfig
-from qfleet.envs import ids
+from qfleet.envs import Envs, ids
 from qfleet.runtime import checkpoint, evaluation, metrics, team
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import pick_device
 from qfleet.runtime.team import Team
 from qfleet.runtime.train import Crew, Follower, Trainer
+from qfleet.runtime.watchdog import watched
 from qfleet.runtime.worker import Worker
 from qfleet.types import Spec
 
@@ -204,12 +205,20 @@ def evaluate(
     chosen = policy.config.seed + 1_000_003 if seed is None else seed  # not the episodes the best was chosen on
     threads = torch.get_num_threads()
     torch.set_num_threads(policy.config.learner.threads)  # as in training: with more, small batches only wait
+    runtime, made = policy.config.runtime, list[Envs]()
+
+    def kill() -> None:
+        for envs in made:
+            envs.kill()
+
     try:
-        with evaluation.make_envs(
-            policy.config.env, episodes, chosen, threads=policy.config.runtime.emulator_threads
-        ) as envs:
+        with (
+            watched("the evaluation's environments", runtime.watchdog, kill) as move,
+            evaluation.make_envs(policy.config.env, episodes, chosen, threads=runtime.emulator_threads) as envs,
+        ):
+            made.append(envs)
             player = _player(policy, envs.num_envs)
-            result = evaluation.play(player, envs, episodes, chosen, step, epsilon=epsilon)
+            result = evaluation.play(player, envs, episodes, chosen, step, move, epsilon)
     finally:
         torch.set_num_threads(threads)
     assert result is not None

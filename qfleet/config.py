@@ -109,7 +109,9 @@ class NetworkConfig:
     kind: str = opt("auto", "auto, mlp, nature, impala, grid, or module:Class for your own nn.Module")
     hidden: tuple[int, ...] = opt((256, 256), "widths of the fully connected layers")
     dueling: bool = opt(False, "separate value and advantage streams")
-    noisy: bool = opt(False, "noisy linear layers, which explore by themselves (rainbow also sets epsilon to 0)")
+    noisy: bool = opt(
+        False, "noisy linear layers, which explore by themselves (rainbow on Atari games also sets epsilon to 0)"
+    )
     dist: Literal["scalar", "c51", "qr", "iqn"] = opt(
         "scalar", "what is predicted per action: a mean, or a distribution of returns"
     )

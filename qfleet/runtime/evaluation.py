@@ -75,7 +75,7 @@ def play(
     episodes: int,
     seed: int,
     step: int,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool | None] = lambda: False,
     epsilon: float | None = None,
 ) -> Evaluation | None:
     """None if `stop` became true on the way. Every environment plays its share of the episodes, so short episodes are not counted more often than long ones.

@@ -108,12 +108,13 @@ def summary(config: Config, made: envs.Envs, replay_device: str, threads: int = 
     schedule = "schedule by machine" if auto else config.runtime.schedule
     groups = f", {config.runtime.groups} groups" if config.runtime.groups > 1 else ""
     stepped = f"{made.kind}{groups}{f', {threads} threads' if threads > 1 else ''}"
+    network = n.kind if ":" in n.kind else f"{n.kind} {'×'.join(map(str, n.hidden))}"
     where = f"learner on {config.device} with {c.threads} thread{'s' if c.threads > 1 else ''}"
     if config.device != "cpu":
         where = f"learner on {config.device} in {c.precision}, actions on {config.acting.device}"
     lines = [
         f"  environments  {config.env.num_envs} × {config.env.id} ({stepped}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
-        f"  algorithm     {algorithm}; network {n.kind} {'×'.join(map(str, n.hidden))}",
+        f"  algorithm     {algorithm}; network {network}",
         f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval} updates",
         f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",
         f"  runtime       {schedule}, lag {config.runtime.lag}, {where}",

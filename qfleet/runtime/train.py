@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,7 +31,7 @@ from qfleet.runtime.metrics import Metrics, Window
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import lock, prepare, versions
 from qfleet.runtime.team import Alone, Team
-from qfleet.runtime.watchdog import Watchdog
+from qfleet.runtime.watchdog import Watchdog, end
 from qfleet.runtime.worker import EXPLODED, Worker
 from qfleet.types import State
 
@@ -224,8 +223,9 @@ class Trainer:
             message = f" Saving failed: {e}. {self._last_checkpoint()}"
         finally:
             self.progress.close()
+            self.worker.kill()
             self.evaluator.kill()
-            give_up(self.worker, who, message)
+            end(who, self.config.runtime.watchdog, message)
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class Trainer:
             "eval/best_mean_reward": self.best or 0.0,
         }
         self.metrics.write(result.step, values)
-        self.progress.update(self.worker.steps, values)
+        self.progress.update(self.worker.steps, {**values, "eval/step": result.step})
         if c.stop_at is not None and result.mean_return >= c.stop_at:
             self._stop("stop_at")
         elif c.patience and self.evaluations_since_best >= c.patience:
@@ -393,7 +393,9 @@ class Follower:
             raise
 
     def _stuck(self) -> None:
-        give_up(self.worker, f"learner {self.team.rank}: {self.worker.awaited()}", "")
+        who = f"learner {self.team.rank}: {self.worker.awaited()}"
+        self.worker.kill()
+        end(who, self.config.runtime.watchdog)
 
     def run(self) -> None:
         previous = catch_signals(lambda number: self.team.stop())
@@ -434,17 +436,6 @@ def catch_signals(caught: Callable[[int], None]) -> dict[int, Any]:
             os._exit(128 + number)
 
     return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-
-
-def give_up(worker: Crew, who: str, what_else: str) -> NoReturn:
-    """End this process, of which a thread is stuck in environments that do not answer."""
-    worker.kill()
-    seconds = f"{worker.config.runtime.watchdog:g} s"
-    message = (
-        f"{who} did not answer for {seconds}, and the run cannot go on.{what_else} (--runtime.watchdog sets the time.)"
-    )
-    print(f"qfleet: error: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def crossed(before: int, after: int, every: int) -> bool:

@@ -11,9 +11,13 @@ stuck in foreign code cannot be interrupted.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 
 class Watchdog:
@@ -38,3 +42,32 @@ class Watchdog:
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
+
+
+@contextlib.contextmanager
+def watched(who: str, seconds: float, kill: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
+    """Where there is nothing to save yet, or any more: the process ends when what is done inside takes longer (0: never), or does not
+    call what this gives in between. `kill` what would be left behind."""
+    moved = time.perf_counter()
+
+    def move() -> None:
+        nonlocal moved
+        moved = time.perf_counter()
+
+    def stuck() -> None:
+        kill()
+        end(who, seconds)
+
+    watchdog = Watchdog(lambda: moved, seconds, stuck) if seconds else None
+    try:
+        yield move
+    finally:
+        if watchdog is not None:
+            watchdog.close()
+
+
+def end(who: str, seconds: float, what_else: str = "") -> NoReturn:
+    """End this process, of which a thread is stuck."""
+    message = f"{who} did not answer for {seconds:g} s, and the run cannot go on.{what_else} (--runtime.watchdog sets the time.)"
+    print(f"qfleet: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)

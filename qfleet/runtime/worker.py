@@ -27,6 +27,7 @@ from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.schedule import Aside, Pipelined, Schedule, Serial, Streams
 from qfleet.runtime.setup import device_of, pick_device, resolve, summary, team_line
 from qfleet.runtime.team import Broken, Team
+from qfleet.runtime.watchdog import watched
 from qfleet.types import Spec, State, Step
 
 EXPLODED = 1e12  # a mean loss, or a parameter, above this, or no number at all, ends the run
@@ -46,14 +47,15 @@ class Worker:
         self._open.callback(torch.set_num_threads, torch.get_num_threads())
         own = share(config, team)
         name = pick_device(config.device)
-        self.groups = envs.make_groups(
-            own.env,
-            seed=rng.derive(own.seed, "environments"),
-            groups=own.runtime.groups,
-            threads=self.threads,
-            wait=False,  # they are made while the GPU wakes up and kernels are compiled
-            nice=BEHIND_GPU if name != "cpu" else 0,
-        )
+        with watched(f"{own.env.id}, while it was made and tried,", config.runtime.watchdog):
+            self.groups = envs.make_groups(
+                own.env,
+                seed=rng.derive(own.seed, "environments"),
+                groups=own.runtime.groups,
+                threads=self.threads,
+                wait=False,  # they are made while the GPU wakes up and kernels are compiled
+                nice=BEHIND_GPU if name != "cpu" else 0,
+            )
         self.envs = self.groups[0]  # speaks for all where they are alike
         for group in self.groups:
             self._open.callback(group.close)

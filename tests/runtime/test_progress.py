@@ -57,6 +57,12 @@ def test_a_plain_line_shows_everything_known(capsys):
     ]
 
 
+def test_an_evaluation_belongs_to_its_step():
+    values = {"eval/mean_reward": 7.25, "eval/step": 1500.0}
+    assert line(1500, 9000, values).endswith("eval 7.2")
+    assert line(2000, 9000, values).endswith("eval 7.2 (at 1,500)")
+
+
 def test_what_is_not_known_is_left_out_and_what_was_said_once_is_kept(capsys):
     with Progress(100, "t", interactive=False) as progress:
         progress.update(1, {"eval/mean_reward": 7.0})

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import qfleet
@@ -66,7 +67,11 @@ def test_a_hanging_environment(
 
 @pytest.mark.parametrize(
     ("vectorize", "seconds", "named"),
-    [("subprocess", "8", r"worker \d \(process \d+, environments"), ("inprocess", "3", "4 environments")],
+    [
+        ("subprocess", "8", r"worker \d \(process \d+, environments"),
+        ("inprocess", "3", "4 environments"),
+        ("auto", "3", "env_toys:Hanging-v0, while it was made and tried,"),  # to see how fast it is
+    ],
 )
 def test_an_environment_that_hangs_in_its_first_reset(tmp_path: Path, vectorize: str, seconds: str, named: str) -> None:
     """The run never began, and leaves nothing behind."""
@@ -88,3 +93,17 @@ def test_one_of_several_learners_whose_environment_hangs(tmp_path: Path) -> None
         launcher=("torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m"),
     )  # fmt: skip
     assert said.count("2 environments did not answer for 3 s") == 1
+
+
+def test_an_environment_that_hangs_in_the_evaluation_at_the_end(tmp_path: Path) -> None:
+    """Or in that of `qfleet eval`: what was trained is there."""
+    run = tmp_path / "run"
+    words = ("env_toys:Hanging-v0", "--recipe", "dqn", "--run-dir", str(run), "--env-kwargs", f"file={tmp_path / 'hang'}", "--env.vectorize",
+             "subprocess", "--runtime.emulator-threads", "2", "--num-envs", "4", "--total-steps", "300", "--replay.min-steps", "50", "--learner.batch-size", "16",
+             "--runtime.eval-episodes", "40", "--runtime.watchdog", "8", "--runtime.eval-every", "0")  # fmt: skip
+    env = os.environ | {"PYTHONPATH": f"{TOYS}{os.pathsep}{tmp_path}"}
+    subprocess.run([sys.executable, "-m", "qfleet", "train", *words], check=True, capture_output=True, env=env)
+    said = hanging(tmp_path, "--resume", str(run))
+    assert said.startswith("qfleet: error: the evaluation's environments did not answer for 8 s")
+    policy = qfleet.load(run)
+    assert policy.act(np.zeros((3, *policy.spec.input_shape), policy.spec.obs_dtype)).shape == (3,)
