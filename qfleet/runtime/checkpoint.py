@@ -34,7 +34,7 @@ from qfleet.types import Array, State
 FORMAT = 2  # 1: Nature features channels first, no groups
 ARRAY = "__array__"
 SEGMENT_BYTES = 64 << 20
-WRITERS = min(4, machine.cores())  # segments that are hashed and written at once
+WRITERS = 4  # segments that are hashed and written at once, on as many cores
 
 
 class CheckpointError(ValueError):
@@ -178,13 +178,14 @@ class Checkpoints:
         try:
             since = torch.zeros_like(count) if self._saved_rows is None else self._saved_rows
             since = torch.maximum(since, oldest)
-            with ThreadPoolExecutor(WRITERS) as pool:
+            writers = min(WRITERS, machine.cores())
+            with ThreadPoolExecutor(writers) as pool:
                 writing: list[Future[dict[str, Any]]] = []
-                while bool((since < count).any()):  # in parts: WRITERS of them are in memory
+                while bool((since < count).any()):  # in parts: as many of them are in memory
                     until = torch.minimum(since + replay.rows_within(SEGMENT_BYTES), count)
                     written.append(rows_dir / f"rows_{step:09d}_{len(written):03d}.safetensors")
-                    if len(writing) >= WRITERS:
-                        writing[-WRITERS].result()
+                    if len(writing) >= writers:
+                        writing[-writers].result()
                     writing.append(pool.submit(_write_rows, written[-1], replay.segment(since, until), until.tolist()))
                     since = until
                 segments += [segment.result() for segment in writing]

@@ -210,9 +210,7 @@ def line(step: int, total: int, values: Mapping[str, float]) -> str:
     ):
         if name in values:
             parts.append(text.format(values[name]))
-            if (
-                name == "eval/mean_reward" and values.get("eval/step", step) != step
-            ):  # of an earlier one, perhaps beside the training
+            if name == "eval/mean_reward" and values.get("eval/step", step) != step:  # of an earlier one
                 parts[-1] += f" (at {values['eval/step']:,.0f})"
     if limit := bottleneck(values):
         parts.append(f"limit {limit.partition(':')[0]}")
