@@ -170,6 +170,8 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
             )
         if resuming and not started:
             shown.message("this run has no checkpoint yet: it begins anew")
+        elif not started and (folder / "config.yaml").exists():
+            shown.message(f"{folder} held a run that ended before its first checkpoint: this one takes its place")
         trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine, shown.message))
         if trainer.worker.over:
             shown.message(f"this run is complete at step {trainer.worker.steps:,}: give more --total-steps to go on")
@@ -307,9 +309,8 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
 
 
 def read_config(folder: Path) -> Config:
+    checkpoint.check_run(folder)
     path = folder / "config.yaml"
-    if not path.exists():
-        raise ConfigError(f"{str(folder)!r} is no run directory: it has no config.yaml.")
     values = configs.load_yaml(path)
     if "env.id" not in values:
         raise ConfigError(f"{path} is damaged: it names no environment. Restore it, or start a new run.")

@@ -274,6 +274,10 @@ def train(**args: Any) -> int:
     try:
         run = qfleet.train(**args)
     except (TrainingError, TeamError, Unreachable) as e:
+        if os.environ.get("QFLEET_DEBUG"):
+            raise
+        if e.__cause__ is not None:  # where the code of a learner failed, which may be the user's
+            print(e.__cause__, file=sys.stderr)
         return fail(e, 1)
     if run.rank:  # the first learner speaks for all
         return 0
@@ -398,6 +402,8 @@ def fail(error: BaseException | str, code: int) -> int:
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
+    if notes := getattr(error, "__notes__", None):
+        text = " ".join([text if text.endswith(".") else f"{text}.", *notes])
     print(f"qfleet: error: {' '.join(text.split())}", file=sys.stderr)
     return code
 

@@ -35,6 +35,8 @@ LABELS = {
 }
 # Okabe and Ito's palette without its yellow: told apart on white paper, and by people who see fewer colours.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", ":")  # when the colours begin anew
+LEGEND = 6  # entries that find room among the curves
 # Settings in which runs may differ and still be seeds of one band.
 NOT_A_DIFFERENCE = (
     "seed",
@@ -176,14 +178,15 @@ def plot(runs: Sequence[Path], out: Path, metric: str = "eval/mean_reward") -> l
         for index, kind in enumerate(kinds):
             group = [c for c, named in zip(curves, label, strict=True) if c.env == env and named == kind]
             if group:
-                _draw(axes, group, kind, COLORS[index % len(COLORS)], metric)
+                again, color = divmod(index, len(COLORS))
+                _draw(axes, group, kind, COLORS[color], LINES[again % len(LINES)], metric)
         _dress(axes, env, LABELS.get(metric, metric))
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=200)
     return [f"left out: {e}" for e in left_out]
 
 
-def _draw(axes: Axes, group: Sequence[Curve], kind: str, color: str, metric: str) -> None:
+def _draw(axes: Axes, group: Sequence[Curve], kind: str, color: str, line: str, metric: str) -> None:
     curve = group[0]
     if len(group) > 1:
         steps, values, low, high = band(group)
@@ -192,7 +195,7 @@ def _draw(axes: Axes, group: Sequence[Curve], kind: str, color: str, metric: str
     else:
         steps, values, label = curve.steps, curve.values, f"{kind} (seed {curve.seed})"
     marker = "o" if len(steps) <= 30 else ""
-    axes.plot(steps, values, color=color, linewidth=2.2, marker=marker, markersize=4.5, label=label)
+    axes.plot(steps, values, color=color, linestyle=line, linewidth=2.2, marker=marker, markersize=4.5, label=label)
     if len(group) == 1 and metric == "eval/mean_reward":
         axes.plot(*curve.background, color=color, linewidth=1, alpha=0.35, zorder=1, label=f"{kind}, training")
 
@@ -211,4 +214,6 @@ def _dress(axes: Axes, env: str, label: str) -> None:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=12, frameon=True, framealpha=0.9, edgecolor="none")
+    many = len(axes.get_legend_handles_labels()[1]) > LEGEND
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if many else {}
+    axes.legend(fontsize=12, frameon=True, framealpha=0.9, edgecolor="none", **beside)

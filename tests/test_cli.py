@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -310,6 +311,25 @@ def test_a_diverged_run_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(qfleet, "train", train, raising=False)
     assert main(["train", "x"]) == 1
     assert capsys.readouterr().err == "qfleet: error: the loss is no longer a finite number\n"
+
+
+def test_a_run_that_is_not_there_and_one_that_never_came_to_a_checkpoint(tmp_path, capsys):
+    for words in (["eval", "nothere"], ["train", "--resume", "nothere"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("qfleet: error: there is no run at 'nothere'. Name a run directory")
+    run = tmp_path / "run"
+    words = ["train", "CartPole-v1", "--total-steps", "600", "--run-dir", str(run), "--device", "cpu"]
+    assert main(words) == 0
+    shutil.rmtree(run / "checkpoints")
+    (run / "events.out.tfevents.0.0.elsewhere").touch()
+    assert "its place" not in capsys.readouterr().out
+    assert main(["eval", str(run)]) == 2
+    assert "holds no checkpoint: the run ended before its first one" in capsys.readouterr().err
+    assert main(words) == 0
+    assert (
+        f"{run} held a run that ended before its first checkpoint: this one takes its place" in capsys.readouterr().out
+    )
+    assert len(list(run.glob("events.out.*"))) == 1
 
 
 def test_a_value_error_of_ours_is_one_line_and_one_from_elsewhere_keeps_its_traceback(monkeypatch, tmp_path, capsys):

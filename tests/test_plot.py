@@ -151,6 +151,25 @@ def test_of_several_folders_those_that_are_no_runs_are_left_out(tmp_path):
         plot([tmp_path / "empty", tmp_path / "empty"], tmp_path / "curve.svg")
 
 
+def test_a_legend_of_many_runs_covers_no_curve_and_all_of_them_differ(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: (drawn.append(self), save(self, *args, **kwargs)))  # fmt: skip
+    for count in (3, 9):
+        runs = [make_run(tmp_path / f"{count}-{i}", recipe=f"recipe {i}") for i in range(count)]
+        plot(runs, tmp_path / "curve.png")
+    outside = []
+    for figure in drawn:
+        (axes,) = figure.axes
+        legend = axes.get_legend().get_window_extent()
+        outside.append(legend.x0 >= axes.get_window_extent().x1)
+        looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_marker() == "o"}
+        assert len(looks) == len(axes.lines) / 2
+    assert outside == [False, True]
+
+
 def test_a_png_is_twice_900_by_500(tmp_path):
     plot([make_run(tmp_path / "a")], tmp_path / "curve.png", metric="rollout/ep_rew_mean")
     header = (tmp_path / "curve.png").read_bytes()[:24]

@@ -10,9 +10,11 @@
 |--------|----------------------------|-----------------------------------------------------------------------|
 | worker | a byte on its socket       | a command, or the end of the stream when the parent closes or dies    |
 | parent | a byte from worker 0, 1, … | an answer, or the end of the stream when the worker dies: RuntimeError |
+| widow  | the end of the stream      | the parent when it closes or dies                                     |
 
-Shutdown: the parent closes the sockets; a worker that reads the end of its stream closes its environments and exits. So
-none outlives a parent that was killed. A worker still busy after `PATIENCE` seconds is killed.
+Shutdown: the parent closes the sockets; a worker that reads the end of its stream closes its environments and exits. A worker still
+busy after `PATIENCE` seconds is killed; if the parent was killed, too, the worker's own thread `widow` does that. So none outlives its
+parent, but one that is stuck in foreign code which lets no other thread run.
 
 Workers are fresh interpreters, not forks: a fork of a process with torch's (or a learner's) threads may inherit a lock
 that nobody will release, and it would hold the sockets of its siblings open. multiprocessing's own fresh interpreters
@@ -28,10 +30,13 @@ import math
 import mmap
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -309,6 +314,7 @@ def serve() -> None:
     for fd in fds:
         os.set_inheritable(fd, False)  # a simulator started by an environment must not keep the socket open
     socket, memory = Connection(fds[0]), fds[1]
+    threading.Thread(target=_widow, args=(fds[0],), name="widow", daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent is gone; what environments raise is caught before
         job = socket.recv()
         try:
@@ -324,6 +330,15 @@ def serve() -> None:
                 except Exception:
                     return _reply(socket, FAILED, traceback.format_exc())
                 _reply(socket, DONE if command == STEP else ANSWER, answer)
+
+
+def _widow(fd: int) -> None:
+    """End a process that its environments keep busy after the parent is gone."""
+    gone = select.poll()
+    gone.register(fd, getattr(select, "POLLRDHUP", 0))  # elsewhere than on Linux a hang-up is told anyway
+    gone.poll()
+    time.sleep(PATIENCE)
+    os._exit(1)
 
 
 def _join(job: tuple[Any, ...], memory: int) -> tuple[Share, Array]:

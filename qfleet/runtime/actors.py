@@ -43,10 +43,13 @@ class LearnerActor:
         self._worker.build()
         self._team.stuck = self._stuck
 
-    def _stuck(self) -> bool:
-        """Then it gives no sign of life, and is replaced."""
+    def _stuck(self) -> str:
+        """Told with the next sign of life; then it is replaced."""
         seconds, since = self._worker.config.runtime.watchdog, self._worker.waiting()
-        return bool(seconds) and since is not None and time.perf_counter() - since > seconds
+        if not seconds or since is None or time.perf_counter() - since < seconds:
+            return ""
+        who = self._worker.awaited()
+        return f"waited {seconds:g} s for {who}, in vain" if who else ""  # it has just answered
 
     def ready(self) -> None:
         """It can be called when everything is made."""

@@ -258,7 +258,7 @@ def newest(checkpoints: Path) -> Path:
     folders = sorted(p for p in checkpoints.glob("step_*") if p.suffix != ".tmp")
     if not folders:
         raise CheckpointError(
-            f"{checkpoints.parent} holds no checkpoint to go on from. Start the run again, or name another run directory."
+            f"{checkpoints.parent} holds no checkpoint: the run ended before its first one, or has not come to it yet. Start it again, or name another run directory."
         )
     return folders[-1]
 
@@ -286,17 +286,22 @@ def read(folder: Path) -> tuple[State, dict[str, Any]]:
     return state, manifest
 
 
+def check_run(folder: Path) -> None:
+    """Is there a run?"""
+    if not folder.exists():
+        raise CheckpointError(
+            f"there is no run at {str(folder)!r}. Name a run directory (it holds config.yaml) or a checkpoint in it."
+        )
+    if not (folder / "config.yaml").exists():
+        raise CheckpointError(f"{str(folder)!r} is no run directory: it has no config.yaml.")
+
+
 def locate(run: str | Path) -> tuple[Path, Path]:
     """RUN as the user names it (a run directory or a checkpoint in it) -> (run directory, checkpoint: best, else newest)."""
     path = Path(run)
-    if not path.exists():
-        raise CheckpointError(
-            f"there is no run at {str(run)!r}. Name a run directory (it holds config.yaml) or a checkpoint in it."
-        )
-    if (path / "manifest.json").exists() or path.parent.name == "checkpoints":
+    if path.exists() and ((path / "manifest.json").exists() or path.parent.name == "checkpoints"):
         return path.resolve().parent.parent, path.resolve()
-    if not (path / "config.yaml").exists():
-        raise CheckpointError(f"{str(run)!r} is no run directory: it has no config.yaml.")
+    check_run(path)
     best = sorted(
         p for p in (path / "checkpoints").glob("best_*") if (p / "manifest.json").exists() and p.suffix != ".tmp"
     )

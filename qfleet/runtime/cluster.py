@@ -38,7 +38,7 @@ from qfleet.runtime import checkpoint, servers
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
-from qfleet.runtime.lost import Losses, reason, unless_lost
+from qfleet.runtime.lost import Losses, failure, unless_lost
 from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
@@ -94,6 +94,8 @@ class Fleet:
         self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
         self._breaks = 0  # of the learners' group, that were seen
         self._absent: set[int] = set()  # those that Ray seems to have no room for
+        self._released: set[int] = set()  # those that waited for room, and do so again
+        self.failure: Exception | None = None  # of a learner: it would fail again
         self._values: dict[int, dict[str, float]] = {}
         self._versions: dict[int, int] = {}  # that learners said they have
         self._episodes = 0.0  # of learners that were replaced
@@ -178,7 +180,8 @@ class Fleet:
             try:
                 self._ray.get(made)
             except self._ray.exceptions.RayError as e:
-                raise TeamError(f"a learner could not be made: {reason(e)}") from None
+                failed = failure("a learner could not be made", e)
+                raise failed from failed.__cause__
             if self.servers is not None:
                 self.servers.look_after(self._versions)
             if making and not said and time.monotonic() - began > servers.ROOM:
@@ -226,6 +229,8 @@ class Fleet:
             if report.clock:
                 self._values[report.rank] = report.values
                 self._clocks[report.rank] = report.clock
+            if report.rank not in self._versions:
+                self._losses.worked(who(report.rank))
             self._versions[report.rank] = report.version
             self._expected.pop(report.rank, None)
             if report.rank in self._absent:
@@ -238,7 +243,7 @@ class Fleet:
     # --- what is lost is replaced -----------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        """Replace who died, was disconnected, or gives no sign of life. A learner that failed by itself would fail again: it ends the run."""
+        """Replace who died, was disconnected, is stuck, or gives no sign of life. A learner that failed by itself would fail again: the run ends."""
         ray = self._ray
         if self.servers is not None:
             self.servers.look_after(self._versions)
@@ -252,22 +257,26 @@ class Fleet:
             try:
                 ray.get(ref)
             except ray.exceptions.RayTaskError as e:
-                if not isinstance(e.cause, Gone):
-                    raise TeamError(f"learner {rank} failed: {type(e.cause).__name__}: {e.cause}") from None
-                self._replace(rank, "was disconnected")
+                if isinstance(e.cause, Gone):
+                    self._replace(rank, "was disconnected")
+                else:
+                    self._give_up(rank, failure(f"{who(rank)} failed", e))
             except ray.exceptions.RayError as e:
                 if isinstance(e, ray.exceptions.RayActorError) and e.actor_init_failed:
-                    raise TeamError(f"learner {rank} could not be made: {reason(e)}") from None
-                self._replace(rank, "ended" if self.over else self._losses.how(f"learner {rank}", e))
+                    self._give_up(rank, failure(f"{who(rank)} could not be made", e))
+                else:
+                    self._replace(rank, "ended", e)
         heartbeat = self.config.sync.heartbeat
         if time.monotonic() - self._looked > heartbeat / 4:
             self._looked = time.monotonic()
-            for rank in self._meeting.at_hub(lambda hub: hub.silent(heartbeat)):
-                self._replace(rank, f"gave no sign of life for {heartbeat:g} s")
-            for rank in [r for r, since in self._expected.items() if time.monotonic() - since > servers.ROOM]:
+            live, ailing = self._meeting.at_hub(lambda hub: (set(hub.live), hub.ailing(heartbeat)))
+            for rank, what in ailing.items():
+                self._replace(rank, what)
+            late = [r for r, since in self._expected.items() if time.monotonic() - since > servers.ROOM]
+            for rank in set(late) - live:
                 del self._expected[rank]
                 self._absent.add(rank)
-                self._notes.append(f"step {self.steps:,}: {no_room(f'learner {rank}')}; the others go on without it")
+                self._notes.append(f"step {self.steps:,}: {no_room(who(rank))}; the others go on without it")
 
     def _look_after_group(self) -> None:
         """Learners that are all there, and cannot reach each other, would never learn anything."""
@@ -282,7 +291,32 @@ class Fleet:
             self._notes.append(f"step {self.steps:,}: the group of learners broke ({why}): they make another one")
         self._breaks = breaks
 
-    def _replace(self, rank: int, what: str) -> None:
+    def _replace(self, rank: int, what: str, error: Exception | None = None) -> None:
+        """`error`: what Ray says of its end."""
+        worked, released = rank in self._versions, rank in self._released
+        self._remove(rank)
+        if not self.over:
+            try:
+                what = what if error is None else self._losses.how(who(rank), error)
+                if not worked and not released:
+                    self._losses.in_vain(who(rank), what)
+            except TeamError as hopeless:
+                return self._give_up(rank, hopeless)
+            self._new_learner(rank, late=True)
+            self._running[self._learners[rank].run.remote()] = rank
+            self._expected[rank] = time.monotonic()
+        then = "" if self.over else ": a new one takes its place"
+        self._notes.append(f"step {self.steps:,}: {who(rank)} {what}{then}")
+
+    def _give_up(self, rank: int, why: TeamError) -> None:
+        """The others come to their end, and save their parts, before the run fails."""
+        self.failure = self.failure or why
+        self._remove(rank)
+        if not self._running:  # nobody is left who could
+            raise self.failure
+        self.team.stop()
+
+    def _remove(self, rank: int) -> None:
         self._ray.kill(self._learners[rank])
         self._meeting.at_hub(lambda hub: hub.leave(rank))
         if self.servers is not None:
@@ -293,18 +327,15 @@ class Fleet:
         self._versions.pop(rank, None)
         self._episodes += self._values.pop(rank, {}).get("rollout/episodes", 0.0)
         self._running = {ref: r for ref, r in self._running.items() if r != rank}
+        self._expected.pop(rank, None)
+        self._released.discard(rank)
         self._incarnations[rank] += 1
-        if not self.over:
-            self._new_learner(rank, late=True)
-            self._running[self._learners[rank].run.remote()] = rank
-            self._expected[rank] = time.monotonic()
-        then = "" if self.over else ": a new one takes its place"
-        self._notes.append(f"step {self.steps:,}: learner {rank} {what}{then}")
 
     def _make_room(self) -> None:
         """A learner that waits for room shall not get that of a server that ended: it is asked for again, later."""
         live = self._meeting.at_hub(lambda hub: set(hub.live))
-        for rank in {*self._expected, *self._absent} - live:
+        self._released = {*self._expected, *self._absent} - live
+        for rank in self._released:
             self._ray.kill(self._learners[rank])
 
     def _living(self, ask: Callable[[Any], Any]) -> dict[int, Any]:
@@ -437,6 +468,10 @@ class Fleet:
 
     def close(self) -> None:
         self._open.close()
+
+
+def who(rank: int) -> str:
+    return f"learner {rank}"
 
 
 def check(config: Config) -> None:

@@ -71,6 +71,7 @@ class Hub:
         self._identity = identity(config)
         self.live: dict[int, int] = {}  # rank -> incarnation
         self._beats: dict[int, float] = {}  # when it gave its last sign of life
+        self._stuck: dict[int, str] = {}  # what it has been waiting for too long, outside of the team
         self._newest: dict[int, Report] = {}
         self._gone = 0  # steps of incarnations that ended
         self._wanted = self._orders = Orders(0, False, 1.0, 0)  # from the next meeting on, and until then
@@ -98,8 +99,9 @@ class Hub:
             return await self.join(*args), ()
 
         async def beat(args: list[Any], arrays: list[Array]) -> Answer:
-            if self.live.get(args[0]) == args[1]:
-                self._beats[args[0]] = time.monotonic()
+            rank, incarnation, stuck = args
+            if self.live.get(rank) == incarnation:
+                self._beats[rank], self._stuck[rank] = time.monotonic(), stuck
             return None, ()
 
         async def report(args: list[Any], arrays: list[Array]) -> Answer:
@@ -128,7 +130,7 @@ class Hub:
             await self._changed.wait()
         if rank in self.live:
             self.leave(rank)
-        self.live[rank], self._beats[rank] = incarnation, time.monotonic()
+        self.live[rank], self._beats[rank], self._stuck[rank] = incarnation, time.monotonic(), ""
         self._saved.pop(rank, None)
         return self._met + 1, self._wanted.save
 
@@ -225,9 +227,11 @@ class Hub:
             self._gone += last.steps
         self._meet()
 
-    def silent(self, seconds: float) -> list[int]:
-        """Those who gave no sign of life for so long."""
-        return [rank for rank in self.live if time.monotonic() - self._beats[rank] > seconds]
+    def ailing(self, seconds: float) -> dict[int, str]:
+        """Those that are stuck, or gave no sign of life for so long: what happened to them."""
+        silent = {rank for rank in self.live if time.monotonic() - self._beats[rank] > seconds}
+        stuck = {rank: self._stuck[rank] for rank in self.live if self._stuck[rank]}
+        return dict.fromkeys(silent, f"gave no sign of life for {seconds:g} s") | stuck
 
     async def news(self, seconds: float) -> tuple[int, list[Report]]:
         """Steps of all, and reports since the last call; waits for something new, but not longer than that."""

@@ -1,8 +1,9 @@
-"""Processes on Ray that are lost: what is said of it, and when it is of no use to replace them."""
+"""Processes on Ray that are lost, or fail: what is said of it, and when it is of no use to replace them."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +11,22 @@ from typing import Any
 from qfleet.runtime.team import TeamError
 from qfleet.sync.wire import Gone
 
-STARVED = 3  # times that a process may be killed for want of memory, less one: it will be again
+AGAIN = 3  # times that a process is killed for want of memory, or in a row before it did anything: it will be again
+WITH_MACHINE = "ended with its machine"
 
 
 def reason(error: Exception) -> str:
     """The last line of an actor's traceback."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def failure(what: str, error: Exception) -> TeamError:
+    """Of the code in an actor. Its traceback is the cause, where it is of use: an error of ours says what to do."""
+    why = reason(error)
+    ours = re.match(r"qfleet\.(?:\w+\.)*(\w+: .*)", why)
+    failed = TeamError(f"{what}: {ours[1] if ours else why}")
+    failed.__cause__ = None if ours else error
+    return failed
 
 
 @contextlib.contextmanager
@@ -33,22 +44,32 @@ def unless_lost(ray: Any) -> Iterator[list[str]]:
 
 
 class Losses:
-    """Counts those for want of memory."""
+    """Counts those that are the process's own fault."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
         self._starved: Counter[str] = Counter()
+        self._vain: Counter[str] = Counter()  # in a row
 
     def how(self, who: str, error: Exception) -> str:
         """What happened to it, as Ray says. Raises TeamError when it happened too often."""
         text = str(error)
         # A call that was going on fails with the first; who asks later only finds the process dead, for this reason.
         if not isinstance(error, self._ray.exceptions.OutOfMemoryError) and "NODE_OUT_OF_MEMORY" not in text:
-            return "ended"
+            return WITH_MACHINE if "its node has died" in text else "ended"
         self._starved[who] += 1
-        if (times := self._starved[who]) >= STARVED:
+        if (times := self._starved[who]) >= AGAIN:
             raise TeamError(
                 f"{who} was killed {times} times because its machine has no memory left ({text.strip().splitlines()[0]}) "
-                "Lower --replay.capacity or --env.num-envs, have fewer learners on a machine, or add memory; --resume goes on from the last checkpoint."
+                "Lower --replay.capacity or --env.num-envs, have fewer learners on a machine, or add memory."
             )
         return "was killed because its machine has no memory left"
+
+    def in_vain(self, who: str, what: str) -> None:
+        """It was made, and lost before it did anything. Raises TeamError when that happened too often."""
+        self._vain[who] += what != WITH_MACHINE
+        if (times := self._vain[who]) >= AGAIN:
+            raise TeamError(f"{who} was lost {times} times in a row before its first round: the last time it {what}.")
+
+    def worked(self, who: str) -> None:
+        del self._vain[who]

@@ -61,7 +61,7 @@ class Member(Alone):
         self._pending = False  # an answer of the hub is on its way
         self._together = config.sync.together
         self._round, self._total = 0, 0
-        self.stuck: Callable[[], bool] = lambda: False  # its environments do not answer
+        self.stuck: Callable[[], str] = str  # what happened, when its environments do not answer
         self.save_as, self.saved_as = 0, 0  # steps of the checkpoint to take part in, and of the last one it did
         self.entered = False  # it has taken part in updates
         self._why = ""  # its group broke, or could not be made
@@ -81,8 +81,7 @@ class Member(Alone):
 
         def beat() -> None:
             while not self._finished.wait(seconds):
-                if not self.stuck():
-                    self._pulse("beat", me).receive()
+                self._pulse("beat", [*me, self.stuck()]).receive()
 
         threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 

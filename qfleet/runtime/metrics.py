@@ -96,6 +96,9 @@ class Metrics:
             last = (read(run_dir) or [last])[-1]
         else:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+            if resume_bytes is None:  # of a run that ended before its first checkpoint
+                for events in run_dir.glob("events.out.tfevents.*"):
+                    events.unlink()
         self._start = time.monotonic() - last.get("time", 0.0)
         purge_step = None if resume_bytes is None else int(last.get("step", -1)) + 1
         self._events = EventFile(run_dir, purge_step)

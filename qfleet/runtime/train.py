@@ -30,7 +30,7 @@ from qfleet.runtime.evaluator import Evaluator, Stuck
 from qfleet.runtime.metrics import Metrics, Window
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import lock, prepare, versions
-from qfleet.runtime.team import Alone, Team
+from qfleet.runtime.team import Alone, Team, TeamError
 from qfleet.runtime.watchdog import Watchdog, end
 from qfleet.runtime.worker import EXPLODED, Worker
 from qfleet.types import State
@@ -65,6 +65,8 @@ class Crew(Protocol):
 
     @property
     def team(self) -> Leading: ...
+    @property
+    def failure(self) -> Exception | None: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -180,11 +182,18 @@ class Trainer:
             self._stuck(str(e))
         except torch.OutOfMemoryError as e:
             raise TrainingError(f"{out_of_memory(self.config, e)} {self._last_checkpoint()}") from None
-        except OSError as e:
-            if e.errno not in DISK_FULL:
-                raise
-            hint = f"Make room and go on with `qfleet train --resume {self.run_dir}`."
-            raise OSError(e.errno, f"{e.strerror}. The run stopped. {self._last_checkpoint()} {hint}") from None
+        except TrainingError:
+            raise
+        except Exception as e:
+            if isinstance(e, OSError) and e.errno in DISK_FULL:
+                hint = f"Make room and go on with `qfleet train --resume {self.run_dir}`."
+                raise OSError(e.errno, f"{e.strerror}. The run stopped. {self._last_checkpoint()} {hint}") from None
+            e.add_note(self._rescue(e))
+            raise
+        else:
+            if self.worker.failure is not None:
+                self.worker.failure.add_note(self._saved)
+                raise self.worker.failure
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -192,6 +201,20 @@ class Trainer:
 
     def close(self) -> None:
         self._open.close()
+
+    def _rescue(self, error: Exception) -> str:
+        """Save what can be saved when environments fail, most likely -> what became of it. Where others are lost, too, a checkpoint cannot be whole."""
+        if isinstance(error, TeamError) or self.team.size > 1:
+            return self._last_checkpoint()
+        try:
+            self._save(stuck=True)
+        except Exception as e:  # what has failed must be said, whatever fails now
+            return f"Saving failed: {e}. {self._last_checkpoint()}"
+        return self._saved
+
+    @property
+    def _saved(self) -> str:
+        return f"Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
 
     def _stop(self, reason: str) -> None:
         self.stop_reason = reason
@@ -218,7 +241,7 @@ class Trainer:
                 message = f" {self._last_checkpoint()}"  # the others do not know, and would not save their parts
             else:
                 self._save(stuck=training)
-                message = f" Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
+                message = f" {self._saved}"
         except Exception as e:  # whatever fails here, the process must end, and say why
             message = f" Saving failed: {e}. {self._last_checkpoint()}"
         finally:

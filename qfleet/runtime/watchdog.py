@@ -68,6 +68,6 @@ def watched(who: str, seconds: float, kill: Callable[[], None] = lambda: None) -
 
 def end(who: str, seconds: float, what_else: str = "") -> NoReturn:
     """End this process, of which a thread is stuck."""
-    message = f"{who} did not answer for {seconds:g} s, and the run cannot go on.{what_else} (--runtime.watchdog sets the time.)"
+    message = f"{who} did not answer for {seconds:g} s, and the run cannot go on.{what_else} (runtime.watchdog sets the time.)"
     print(f"qfleet: error: {message}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -219,6 +219,11 @@ class Worker:
         self.schedule.wait()
         return self.learner.flush()
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why the run fails, though everything could be saved."""
+        return None
+
     def exploded(self) -> bool:
         return not bool(self.learner.flat.data.abs().max() < EXPLODED)
 

@@ -116,15 +116,21 @@ def stubborn(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
 
 
 class Hanging(Saved):
-    """Never returns from a step, or from its first reset, once the file it is told to look for exists, if it is the first to find it."""
+    """Never returns from a step (in its second episode), or from its first reset, once the file it is told to look for exists, if it is the first to find
+    it; or dies, or raises."""
 
-    def __init__(self, file: str, reset: bool = False) -> None:
+    def __init__(self, file: str, reset: bool = False, end: str = "hang", keep: bool = False) -> None:
         super().__init__(length=50)
-        self.file, self.in_reset = file, reset
+        self.file, self.in_reset, self.end, self.keep = file, reset, end, keep  # keep the file: all others will, too
 
     def hang(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.file, self.file + ".found")
+            os.stat(self.file) if self.keep else os.rename(self.file, self.file + ".found")
+            if self.end == "raise":
+                raise ConnectionRefusedError("the simulator hung up")
+            if self.end == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            print("it hangs", flush=True)
             threading.Event().wait()
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,17 +92,22 @@ PARENT = """
 import sys
 from qfleet.config import EnvConfig
 from qfleet.envs import make
-envs = make(EnvConfig(id="env_toys:Counter-v0", num_envs=2, vectorize="subprocess"), seed=1, threads=2)
-envs.reset()
+kwargs = {"file": sys.argv[1], "reset": True, "keep": True}
+envs = make(EnvConfig(id="env_toys:Hanging-v0", num_envs=2, vectorize="subprocess", kwargs=kwargs), seed=1, threads=2)
 print(*(p.pid for p in envs._processes), flush=True)
+envs.reset()
+print("ready", flush=True)
 sys.stdin.read()
 """
 
 
-def test_workers_end_when_the_parent_is_killed() -> None:
-    """No main guard either: the script above would fail under multiprocessing."""
+@pytest.mark.parametrize("hang", [False, True])
+def test_workers_end_when_the_parent_is_killed(hang: bool, tmp_path: Path) -> None:
+    """Busy or not. No main guard either: the script above would fail under multiprocessing."""
+    if hang:
+        (tmp_path / "file").touch()
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT],
+        [sys.executable, "-c", PARENT, str(tmp_path / "file")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -111,6 +117,7 @@ def test_workers_end_when_the_parent_is_killed() -> None:
     # Descriptors of the processes: readable once they have ended, whoever their parent is by then.
     watched = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(watched) == 2
+    assert [parent.stdout.readline() for _ in range(2 if hang else 1)] == (["it hangs\n"] * 2 if hang else ["ready\n"])
     assert select.select(watched, [], [], 0)[0] == []
     parent.kill()
     parent.wait()

@@ -1,4 +1,4 @@
-"""Runs of CartPole on a real, local Ray."""
+"""Runs of CartPole, as a rule, on a real, local Ray."""
 
 import os
 from pathlib import Path
@@ -15,10 +15,10 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def trained(folder: Path, mode: str, total_steps: int = 3000, **more: Any) -> qfleet.Run:
+def trained(folder: Path, mode: str, total_steps: int = 3000, env: str = "CartPole-v1", **more: Any) -> qfleet.Run:
     overrides = SETTINGS | {"sync.mode": mode} | {k.replace("__", "."): v for k, v in more.items()}
     return qfleet.train(
-        "CartPole-v1",
+        env,
         recipe="dqn",
         seed=3,
         total_steps=total_steps,

@@ -86,7 +86,7 @@ def test_a_learner_that_is_killed_for_memory_again_and_again_ends_the_run(
 
     def kill(self: Fleet, seconds: float) -> Any:
         learned = news(self, seconds)
-        if self.steps > 500 and self._incarnations[1] not in killed:
+        if self.steps > 500 and not self.over and self._incarnations[1] not in killed:
             pid = self._ray.get(self._learners[1].pid.remote())
             killed.append(self._incarnations[1])
             os.kill(pid, signal.SIGKILL)
