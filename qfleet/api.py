@@ -170,8 +170,6 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
             )
         if resuming and not started:
             shown.message("this run has no checkpoint yet: it begins anew")
-        elif not started and (folder / "config.yaml").exists():
-            shown.message(f"{folder} held a run that ended before its first checkpoint: this one takes its place")
         trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine, shown.message))
         if trainer.worker.over:
             shown.message(f"this run is complete at step {trainer.worker.steps:,}: give more --total-steps to go on")

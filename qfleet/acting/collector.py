@@ -138,15 +138,18 @@ class Collector:
         self.actor.begin_round(self.ticks)
         self._staging.reverse()
         into = self._staging[0]
-        for t in range(self.config.rows_per_round):
-            for g in range(len(self.groups)):
-                if not self._ahead:  # with the parameters of this round
-                    self.actor.begin(g)
-                    self._begin(g, self.ticks)
-                self._finish(g, t, into)
-                if self._ahead:
-                    self._begin(g, self.ticks + 1)
-            self.ticks += 1
+        try:
+            for t in range(self.config.rows_per_round):
+                for g in range(len(self.groups)):
+                    if not self._ahead:  # with the parameters of this round
+                        self.actor.begin(g)
+                        self._begin(g, self.ticks)
+                    self._finish(g, t, into)
+                    if self._ahead:
+                        self._begin(g, self.ticks + 1)
+                self.ticks += 1
+        finally:
+            self.waiting = None  # also for environments that fail
         return Step(self.actor.rows(), *map(torch.from_numpy, into))
 
     def _begin(self, g: int, tick: int) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import time
@@ -89,9 +90,17 @@ class LearnerActor:
             team.last(worker.collector.steps)
             if team.save_as > team.saved_as:
                 self._save()
+        except BaseException:
+            with contextlib.suppress(Exception):  # it must not hide what happened
+                self._close()
+            raise
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            self._team.close()
         finally:
-            team.close()
-            worker.close()
+            self._worker.close()
 
     def _tell(self, learned: Learned | None) -> None:
         self._team.tell(learned, self._worker.values(), self._worker.clock())

@@ -163,6 +163,9 @@ class Checkpoints:
         self._saved_rows: torch.Tensor | None = None  # rows per column that are on disk
         self._saved_step = -1
 
+    def folder(self, step: int) -> Path:
+        return self.dir / f"step_{step:09d}"
+
     def save(self, step: int, state: State, replay: Replay, all_saved: Callable[[], None] = lambda: None) -> None:
         """A full checkpoint, from which the run can go on. Saving the same step again does nothing.
 
@@ -190,20 +193,20 @@ class Checkpoints:
                     since = until
                 segments += [segment.result() for segment in writing]
             _sync_dir(rows_dir)
-            _write_folder(self.dir / f"step_{step:09d}", {**state, "step": step, "replay": replay.state()}, segments)
+            _write_folder(self.folder(step), {**state, "step": step, "replay": replay.state()}, segments)
         except OSError:
             for path in written:
                 path.unlink(missing_ok=True)
             raise
         self._segments, self._saved_rows, self._saved_step = segments, count.clone(), step
-        _link(self.dir, "last", f"step_{step:09d}")
+        _link(self.dir, "last", self.folder(step).name)
         all_saved()
         self._prune()
 
     def save_state(self, step: int, state: State) -> None:
         """A checkpoint of a process that has no replay. `state` holds the network's weights under learner/model."""
-        _write_folder(self.dir / f"step_{step:09d}", {**state, "step": step}, [])
-        _link(self.dir, "last", f"step_{step:09d}")
+        _write_folder(self.folder(step), {**state, "step": step}, [])
+        _link(self.dir, "last", self.folder(step).name)
         self._prune_steps()
 
     def save_best(self, step: int, spec: State, model: State) -> None:
@@ -232,7 +235,7 @@ class Checkpoints:
         `least`: the step of the newest one -> that of the newest one that all learners have.
         """
         folder = newest(self.dir)
-        common = self.dir / f"step_{least(int(folder.name[5:])):09d}"
+        common = self.folder(least(int(folder.name[5:])))
         if common != folder:  # somebody did not get that far
             shutil.rmtree(folder)
             folder = common

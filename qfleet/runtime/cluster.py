@@ -261,6 +261,8 @@ class Fleet:
                     self._replace(rank, "was disconnected")
                 else:
                     self._give_up(rank, failure(f"{who(rank)} failed", e))
+            except ray.exceptions.UnserializableException as e:  # an error that cannot travel: its text did
+                self._give_up(rank, failure(f"{who(rank)} failed", e))
             except ray.exceptions.RayError as e:
                 if isinstance(e, ray.exceptions.RayActorError) and e.actor_init_failed:
                     self._give_up(rank, failure(f"{who(rank)} could not be made", e))
@@ -293,15 +295,15 @@ class Fleet:
 
     def _replace(self, rank: int, what: str, error: Exception | None = None) -> None:
         """`error`: what Ray says of its end."""
-        worked, released = rank in self._versions, rank in self._released
-        self._remove(rank)
         if not self.over:
             try:
                 what = what if error is None else self._losses.how(who(rank), error)
-                if not worked and not released:
+                if rank not in self._versions and rank not in self._released:
                     self._losses.in_vain(who(rank), what)
             except TeamError as hopeless:
                 return self._give_up(rank, hopeless)
+        self._remove(rank)
+        if not self.over:
             self._new_learner(rank, late=True)
             self._running[self._learners[rank].run.remote()] = rank
             self._expected[rank] = time.monotonic()
@@ -310,10 +312,10 @@ class Fleet:
 
     def _give_up(self, rank: int, why: TeamError) -> None:
         """The others come to their end, and save their parts, before the run fails."""
-        self.failure = self.failure or why
+        if self.failure is None:
+            self.failure = why
+            self._say(f"  note          step {self.steps:,}: {why}; the others save their parts, and the run ends")
         self._remove(rank)
-        if not self._running:  # nobody is left who could
-            raise self.failure
         self.team.stop()
 
     def _remove(self, rank: int) -> None:
@@ -437,6 +439,8 @@ class Fleet:
                 self._final = True
                 self._meeting.at_hub(lambda hub: hub.save(step, final=True))
         parts, _ = self._meeting.at_hub(lambda hub: hub.parts(step, asked))
+        if self.failure is not None and not any(self._part(r, step).exists() for r in parts):
+            raise self.failure  # the checkpoint before has more
         states = [] if self.servers is None else self.servers.states()
         with self.lend():
             model = self._net.state_dict()
@@ -446,6 +450,10 @@ class Fleet:
             )
         self._meeting.at_hub(lambda hub: hub.complete(step))
 
+    def _part(self, rank: int, step: int) -> Path:
+        """A learner's part of a checkpoint."""
+        return Checkpoints(part_of(self._theirs, rank), self.config.runtime.keep).folder(step)
+
     def load(self, checkpoints: Checkpoints) -> State:
         """Learners whose part of the newest checkpoint is missing begin anew, as if they had been lost."""
         folder = checkpoint.newest(checkpoints.dir)
@@ -454,7 +462,7 @@ class Fleet:
         self._saved, self._incarnations, self._updates = step, about["incarnations"], about["updates"]
         if self.servers is not None:
             self.servers.load(about["servers"])
-        present = [r for r in about["parts"] if (part_of(self._theirs, r) / "checkpoints" / folder.name).exists()]  # fmt: skip
+        present = [r for r in about["parts"] if self._part(r, step).exists()]
         self._meeting.at_hub(lambda hub: hub.load_state(about["hub"], present))
         self.team.lr_scale = about["hub"]["lr_scale"]
         self.steps = about["hub"]["total"]

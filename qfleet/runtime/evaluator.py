@@ -11,7 +11,7 @@ what the best checkpoint saves.
 | `result`  | the thread, where the caller wants it (the | the thread, or `Stuck` when its games have not moved for          |
 |           | last evaluation)                           | `patience` seconds: then the thread can only be left behind       |
 | `ready`   | the environments to be made                | the thread                                                        |
-| `close`   | the thread                                 | the thread, which looks at `stop` after every step                |
+| `close`   | the thread                                 | the thread, which looks at `stop` after every step; or `Stuck`    |
 """
 
 from __future__ import annotations
@@ -93,21 +93,30 @@ class Evaluator:
             self._running = self._pool.submit(self._play, seed, step)
         else:
             self._running = Future()
-            self._running.set_result(self._play(seed, step))
+            try:
+                self._running.set_result(self._play(seed, step))
+            except Exception as e:  # raised by `result`, as beside
+                self._running.set_exception(e)
 
     def result(self, wait: bool = False) -> Evaluation | None:
         """That of the evaluation that was started, once; None if it has none yet, or was stopped (then it is not busy)."""
         if self._running is None:
             return None
+        if not self._done(wait):
+            return None
+        result = self._running.result()
+        self._running = None
+        return result
+
+    def _done(self, wait: bool) -> bool:
+        assert self._running is not None
         while not self._running.done():
             if self._patience and self._moved and time.perf_counter() - self._moved > self._patience:
                 raise Stuck("the evaluation's environments")
             if not wait:
-                return None
+                return False
             futures.wait([self._running], timeout=0.25)
-        result = self._running.result()
-        self._running = None
-        return result
+        return True
 
     def _games(self) -> Envs:
         if self._envs is None:
@@ -135,6 +144,8 @@ class Evaluator:
 
     def close(self) -> None:
         self._stop = True
+        if self._running is not None:
+            self._done(wait=True)
         if self._pool is not None:
             self._pool.shutdown()
         if self._envs is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -22,9 +21,14 @@ def reason(error: Exception) -> str:
 
 def failure(what: str, error: Exception) -> TeamError:
     """Of the code in an actor. Its traceback is the cause, where it is of use: an error of ours says what to do."""
-    why = reason(error)
-    ours = re.match(r"qfleet\.(?:\w+\.)*(\w+: .*)", why)
-    failed = TeamError(f"{what}: {ours[1] if ours else why}")
+    why, cause = reason(error), getattr(error, "cause", None)
+    ours = why.startswith("qfleet.")
+    if isinstance(cause, Exception):
+        ours = type(cause).__module__.startswith("qfleet.")
+        lines = str(cause).strip().splitlines() or [""]
+        nested = "Traceback (most recent call last)" in str(cause)  # of yet another process
+        why = f"{type(cause).__name__}: {lines[0]}{f' {lines[-1]}' if nested else ''}"
+    failed = TeamError(f"{what}: {why}")
     failed.__cause__ = None if ours else error
     return failed
 
@@ -69,7 +73,10 @@ class Losses:
         """It was made, and lost before it did anything. Raises TeamError when that happened too often."""
         self._vain[who] += what != WITH_MACHINE
         if (times := self._vain[who]) >= AGAIN:
-            raise TeamError(f"{who} was lost {times} times in a row before its first round: the last time it {what}.")
+            raise TeamError(
+                f"{who} was lost {times} times in a row before its first round: the last time it {what}. See whether one learner runs on that machine, without Ray; "
+                "if its environments need long to begin, raise --sync.heartbeat or --runtime.watchdog."
+            )
 
     def worked(self, who: str) -> None:
         del self._vain[who]

@@ -7,8 +7,10 @@ import errno
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -125,6 +127,8 @@ class Trainer:
             prepare(run_dir)
         self._open.enter_context(lock(run_dir))
         self._new = absent
+        if not resume and (run_dir / "config.yaml").exists():
+            progress.message(f"{run_dir} held a run that ended before its first checkpoint: this one takes its place")
         for line in worker.summary():
             progress.message(line)
         if given.learner.compile == "on" and config.learner.compile == "off":
@@ -140,9 +144,11 @@ class Trainer:
         self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
         self.stop_reason = ""
         self.signal: int | None = None
-        self._begun = False
+        self._begun, self._between = False, True  # rounds
+        self._unwatch: Callable[[], None] = lambda: None
         if seconds := config.runtime.watchdog:
-            self._open.callback(Watchdog(self._waiting, seconds, self._environments_stuck).close)
+            self._unwatch = Watchdog(self._waiting, seconds, self._environments_stuck).close
+            self._open.callback(self._unwatch)
         position = self._load() if resume else None
         if resume:
             progress.message(f"  resumed       from the checkpoint at step {worker.steps:,}")
@@ -169,8 +175,9 @@ class Trainer:
             if self._evaluation_due:
                 self._evaluate(self.worker.steps, last=bool(self.stop_reason))
             while not self.worker.over:
-                before = self.worker.steps
+                before, self._between = self.worker.steps, False
                 learned = self.worker.round()
+                self._between = True
                 self._between_rounds(before, self.worker.steps, learned)
             # It may have come to its end while a checkpoint was written.
             if not self.stop_reason and self.worker.steps >= self.config.total_steps:
@@ -180,16 +187,11 @@ class Trainer:
             self._save()
         except Stuck as e:  # the thread it hangs in cannot be joined
             self._stuck(str(e))
-        except torch.OutOfMemoryError as e:
-            raise TrainingError(f"{out_of_memory(self.config, e)} {self._last_checkpoint()}") from None
-        except TrainingError:
-            raise
         except Exception as e:
-            if isinstance(e, OSError) and e.errno in DISK_FULL:
-                hint = f"Make room and go on with `qfleet train --resume {self.run_dir}`."
-                raise OSError(e.errno, f"{e.strerror}. The run stopped. {self._last_checkpoint()} {hint}") from None
-            e.add_note(self._rescue(e))
-            raise
+            error = self._failed(e)
+            if error is e:
+                raise
+            raise error from error.__cause__
         else:
             if self.worker.failure is not None:
                 self.worker.failure.add_note(self._saved)
@@ -197,20 +199,54 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            self.close()
+            self._close(sys.exception())
 
     def close(self) -> None:
         self._open.close()
 
+    def _close(self, failing: BaseException | None) -> None:
+        """What goes wrong now must not hide why the run fails."""
+        try:
+            self.close()
+        except Stuck as e:
+            if failing is not None:
+                traceback.print_exception(failing)
+            end(str(e), self.config.runtime.watchdog)
+        except Exception as e:
+            if failing is None:
+                raise
+            failing.add_note(f"Closing failed, too: {e}")
+
+    def _failed(self, error: Exception) -> Exception:
+        """-> what to raise for it, with what became of the run."""
+        self._unwatch()  # the watchdog would save, too
+        if isinstance(error, torch.OutOfMemoryError):
+            error = TrainingError(f"{out_of_memory(self.config, error)} {self._last_checkpoint()}")
+        elif isinstance(error, OSError) and error.errno in DISK_FULL:
+            hint = f"Make room and go on with `qfleet train --resume {self.run_dir}`."
+            error = OSError(error.errno, f"{error.strerror}. The run stopped. {self._last_checkpoint()} {hint}")
+        elif not isinstance(error, TrainingError):
+            error.add_note(self._rescue(error))
+        first = self.worker.failure
+        if first is None or first is error:
+            return error
+        first.add_note(" ".join([f"Then this failed: {error}", *getattr(error, "__notes__", ())]))
+        return first
+
     def _rescue(self, error: Exception) -> str:
-        """Save what can be saved when environments fail, most likely -> what became of it. Where others are lost, too, a checkpoint cannot be whole."""
-        if isinstance(error, TeamError) or self.team.size > 1:
+        """Save what can be saved when environments fail, most likely -> what became of it."""
+        if isinstance(error, TeamError) or self._one_of_several:  # others are lost, too, or do not know
             return self._last_checkpoint()
         try:
-            self._save(stuck=True)
+            self._save(stuck=not self._between)
         except Exception as e:  # what has failed must be said, whatever fails now
             return f"Saving failed: {e}. {self._last_checkpoint()}"
         return self._saved
+
+    @property
+    def _one_of_several(self) -> bool:
+        """Under a launcher: the others would not save their parts."""
+        return isinstance(self.worker, Worker) and self.team.size > 1
 
     @property
     def _saved(self) -> str:
@@ -237,8 +273,8 @@ class Trainer:
             if not self._begun:
                 if self._new:  # it leaves nothing behind
                     shutil.rmtree(self.run_dir, ignore_errors=True)
-            elif isinstance(self.worker, Worker) and self.team.size > 1:
-                message = f" {self._last_checkpoint()}"  # the others do not know, and would not save their parts
+            elif self._one_of_several:
+                message = f" {self._last_checkpoint()}"
             else:
                 self._save(stuck=training)
                 message = f" {self._saved}"
@@ -248,13 +284,14 @@ class Trainer:
             self.progress.close()
             self.worker.kill()
             self.evaluator.kill()
-            end(who, self.config.runtime.watchdog, message)
+            before = "" if self.worker.failure is None else f" Before that, {self.worker.failure}."
+            end(who, self.config.runtime.watchdog, before + message)
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
     def _between_rounds(self, before: int, step: int, learned: Learned | None) -> None:
         c = self.config.runtime
-        if note := self.worker.note():
+        while note := self.worker.note():
             self.progress.message(f"  note          {note}")
         finished = step >= self.config.total_steps
         self._account(learned)

@@ -115,6 +115,13 @@ def stubborn(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
     return same_step(num_envs, **kwargs)
 
 
+class Odd(Exception):
+    """Cannot be unpickled, and says more than it should on its last line."""
+
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"{what} ({code})")
+
+
 class Hanging(Saved):
     """Never returns from a step (in its second episode), or from its first reset, once the file it is told to look for exists, if it is the first to find
     it; or dies, or raises."""
@@ -128,6 +135,8 @@ class Hanging(Saved):
             os.stat(self.file) if self.keep else os.rename(self.file, self.file + ".found")
             if self.end == "raise":
                 raise ConnectionRefusedError("the simulator hung up")
+            if self.end == "odd":
+                raise Odd(7, "out of fuel")
             if self.end == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             print("it hangs", flush=True)

@@ -10,7 +10,7 @@ from onray import disturbed, trained
 
 import qfleet
 from qfleet.cli import main
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.team import TeamError
 
 TOYS = str(Path(__file__).parents[1] / "envs")
@@ -46,6 +46,14 @@ def test_one_of_several_learners_fails(
     assert "the simulator hung up. Everything else is saved: go on with" in said[-1]
     run = qfleet.train(resume=tmp_path / "run", total_steps=int(state["step"]) + 1500, progress=False)
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= int(state["step"]) + 1500
+
+
+def test_an_error_that_cannot_travel_is_told(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TeamError, match=r"learner \d failed: .*out of fuel \(7\)") as failed:
+        troubled(tmp_path, monkeypatch, "localsgd", "odd", env__vectorize="inprocess", sync__transport="allreduce", sync__local_steps=4)  # fmt: skip
+    assert "in hang" in str(failed.value.__cause__)
+    state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
+    assert len(state["cluster"]["parts"]) == 1
 
 
 def test_when_all_learners_fail_the_last_checkpoint_is_named(
@@ -102,3 +110,24 @@ def test_an_environment_that_fails_does_not_lose_what_was_learned(
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 1000
     after = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())[0]
     assert after["learner"]["updates"] > before["learner"]["updates"]
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_an_evaluation_that_fails_leaves_a_whole_checkpoint(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learners: int
+) -> None:
+    """Training environments are sound then."""
+
+    def play(*args: Any) -> Any:
+        raise ConnectionRefusedError("the simulator hung up")
+
+    monkeypatch.setattr(evaluation, "play", play)
+    with pytest.raises(ConnectionRefusedError) as failed:
+        trained(tmp_path / "run", "sync", 10**6, learners=learners, runtime__eval_every=1000)
+    assert failed.value.__notes__ == [f"Everything else is saved: go on with `qfleet train --resume {tmp_path / 'run'}`."]  # fmt: skip
+    folder = (tmp_path / "run/checkpoints/last").resolve()
+    state = checkpoint.read(folder)[0]
+    if learners == 1:
+        assert state["collector"]["envs"] is not None and state["evaluation_due"]
+    else:
+        assert sorted(state["cluster"]["parts"]) == [0, 1]

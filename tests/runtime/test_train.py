@@ -207,7 +207,7 @@ def test_resume_refuses_what_would_change_the_run(tmp_path: Path) -> None:
         qfleet.train("CartPole-v1", resume=tmp_path / "run")
     with pytest.raises(ConfigError, match="already holds a run"):
         train(tmp_path / "run")
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(CheckpointError, match="no run directory"):
         qfleet.train(resume=tmp_path)
 
 
