@@ -77,7 +77,7 @@ def milliseconds(call: Callable[[], Any], repeats: int = 41) -> float:
 def main() -> None:
     import ray
 
-    from qfleet.runtime.cluster import FAIR
+    from qfleet.runtime.resources import FAIR
     from qfleet.sync.wire import Connection
 
     context = multiprocessing.get_context("spawn")

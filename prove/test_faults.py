@@ -30,7 +30,8 @@ import torch
 import qfleet
 from qfleet.config import Config, override
 from qfleet.runtime.actors import ServerActor
-from qfleet.runtime.cluster import FAIR, Fleet
+from qfleet.runtime.cluster import Fleet
+from qfleet.runtime.resources import FAIR
 from qfleet.runtime.servers import Servers
 from qfleet.sync.policies import Commit
 from qfleet.sync.shard import Copy, Position

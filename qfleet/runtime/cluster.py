@@ -18,9 +18,7 @@ the final checkpoint, `close` kills what is left.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -34,7 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 from qfleet import envs, machine, rng
 from qfleet.config import Config, ConfigError, override
 from qfleet.learner import ALIGN, Flat, Learned, Learner
-from qfleet.runtime import checkpoint, servers
+from qfleet.runtime import checkpoint, resources, servers
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
@@ -42,7 +40,7 @@ from qfleet.runtime.lost import Losses, failure, unless_lost
 from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
-from qfleet.runtime.team import TeamError, check_division
+from qfleet.runtime.team import TeamError
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.shard import Copy, Position
 from qfleet.sync.traffic import COUNTS, rates
@@ -51,10 +49,8 @@ from qfleet.types import State
 
 PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
 EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
-REACH = 10.0  # seconds for a cluster to take a connection
 BREAKS = 3  # of a group of learners in a row, though all are there: it will never do
 ANSWER = 1.0  # seconds for a learner to say which version it has
-FAIR = {"worker_niceness": 0}  # Ray's 15 leaves learners a thirtieth of a core that another program uses
 SECONDS = ("env", "act", "learn", "transfer", "wait", "wait_actions", "sync/wait")  # on a learner's clock
 
 
@@ -71,12 +67,11 @@ class Fleet:
         self._ray, self._say, self._losses = ray, say, Losses(ray)
         self._open = contextlib.ExitStack()
         self.device, self.threads = torch.device("cpu"), machine.cores()
-        check(config)
+        resources.check(config)
         if not ray.is_initialized():
-            reach(address_of(config))
+            resources.reach(resources.address_of(config))
         transport = "server" if config.sync.transport == "auto" else config.sync.transport
         self.config = config = override(config, {"sync.transport": transport, "device": kind_of(config.device)})
-        self._gpus = 0.0  # of a learner
         self._shards = config.sync.servers if transport == "server" else 0  # servers
         self._theirs = override(config, {"run_dir": str(Path(config.run_dir).absolute())})
         sample = envs.make(config.env, seed=rng.derive(config.seed, "sample"), num_envs=1, threads=1)
@@ -121,7 +116,7 @@ class Fleet:
                 f"sync.servers is {self._shards}, but the {len(initial):,} parameters of this network can be cut into {most:,} parts at most."
             )
         self._say("  starting      Ray and all of them: some seconds")
-        self._join_ray()
+        self._gpus, self._here = self._open.enter_context(resources.joined(ray, config, self._shards))
         self._newest = Copy(Position(-1, -1, 0.0, {}), initial, initial)
         self._token = secrets.token_hex(16)
         self._meeting = Meeting(self._theirs, self._token)
@@ -140,31 +135,6 @@ class Fleet:
         else:
             self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self._looked = time.monotonic()
-
-    def _join_ray(self) -> None:
-        """One that is given, or that this process has joined already, or a local one of our own."""
-        ray, needed = self._ray, self.config.learners + self._shards
-        address = address_of(self.config)
-        if not ray.is_initialized():
-            quiet = {"include_dashboard": None if address else False, "log_to_driver": False, "logging_level": "ERROR"}
-            ours = {"address": "local", "num_cpus": max(machine.cores(), needed + 1), "_system_config": FAIR}
-            there = {"address": address} if address else ours
-            try:
-                ray.init(**there, **quiet)
-            except ConnectionError as e:
-                raise ConfigError(f"no Ray cluster at {address!r}: {str(e).splitlines()[0]}") from None
-            self._open.callback(ray.shutdown)
-        found = ray.cluster_resources().get("CPU", 0)
-        if found < needed:
-            raise ConfigError(
-                f"{self.config.learners} learners and {self._shards} servers take a CPU each ({needed}), but the Ray cluster has {found:g}: add machines, or ask for fewer."
-            )
-        if self.config.device == "cuda":
-            if not (gpus := ray.cluster_resources().get("GPU", 0)):
-                raise ConfigError("device is 'cuda', but the Ray cluster has no GPU: use --device cpu.")
-            self._gpus = 1 / -(-self.config.learners // gpus)  # learners may share one
-        machines = sum(node["Alive"] for node in ray.nodes())
-        self._here = -(-self.config.learners // machines)  # learners on one machine
 
     def _new_learner(self, rank: int, late: bool = False, resume: int = 0) -> None:
         hub = (self._address, self._meeting.port)
@@ -480,40 +450,6 @@ class Fleet:
 
 def who(rank: int) -> str:
     return f"learner {rank}"
-
-
-def check(config: Config) -> None:
-    """Can these learners work together on Ray?"""
-    if config.sync.transport == "allreduce" and config.sync.balance:
-        raise ConfigError(
-            "sync.balance on Ray needs servers, which measure how fast everybody is: add --sync.transport server."
-        )
-    if config.sync.backup >= config.learners:
-        raise ConfigError(
-            f"sync.backup is {config.sync.backup}, but of {config.learners} learners at least one must be waited for: use {config.learners - 1} at most."
-        )
-    check_division(config, config.learners)
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {config.device!r}, but Ray gives every learner its GPU: use --device cuda.")
-
-
-def address_of(config: Config) -> str:
-    return config.address or os.environ.get("RAY_ADDRESS", "")
-
-
-def reach(address: str) -> None:
-    """Is anybody there? Ray itself would try for minutes."""
-    if address in ("", "auto", "local") or "://" in address:
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"address is {address!r}, but it must be the HOST:PORT of a Ray cluster, or auto.")
-    try:
-        socket.create_connection((host, int(port)), timeout=REACH).close()
-    except OSError as e:
-        raise ConfigError(
-            f"no Ray cluster at {address!r} ({e.strerror or e}): start one there (`ray start --head`), or leave --address out."
-        ) from None
 
 
 class Orderer:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from onray import SETTINGS
 
-from qfleet.runtime.cluster import FAIR
+from qfleet.runtime.resources import FAIR
 
 
 @pytest.fixture(scope="module")

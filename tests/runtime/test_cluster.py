@@ -15,8 +15,8 @@ from onray import trained
 import qfleet
 from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint
-from qfleet.runtime.cluster import check
 from qfleet.runtime.hub import BROKEN, READY, Hub, Report, identity
+from qfleet.runtime.resources import check
 from qfleet.runtime.train import Trainer
 
 

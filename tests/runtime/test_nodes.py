@@ -10,8 +10,9 @@ import pytest
 
 import qfleet
 from qfleet.runtime import checkpoint, servers
-from qfleet.runtime.cluster import FAIR, Fleet
+from qfleet.runtime.cluster import Fleet
 from qfleet.runtime.progress import Progress
+from qfleet.runtime.resources import FAIR
 
 
 @pytest.fixture

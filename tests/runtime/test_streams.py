@@ -260,7 +260,11 @@ def test_an_evaluation_beside_training_that_hangs_is_found() -> None:
     background.start(Flat(networks.build(config, Hanging.spec), torch.device("cpu")), 1, 0)
     with pytest.raises(Stuck, match="evaluation's environments"):
         background.result(wait=True)
+    with pytest.raises(Stuck):  # it does not wait for ever, either
+        background.close()
     hang.set()
+    assert background._running is not None
+    assert isinstance(background._running.exception(), RuntimeError)
     background.close()
     failing = Evaluator(policy, lambda: 1 / 0, 2, beside=True)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
