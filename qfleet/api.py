@@ -166,7 +166,7 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
     with Progress(settings.total_steps, title, silent=not progress) as shown:
         if settings.learners == 1 and settings.sync != SyncConfig():
             shown.message(
-                "sync settings have no effect on one learner: add --learners N, or start several with torchrun"
+                "  note          sync settings have no effect on one learner: add --learners N, or start several with torchrun"
             )
         if resuming and not started:
             shown.message("this run has no checkpoint yet: it begins anew")
@@ -176,7 +176,11 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
         trainer.run()
     device = str(trainer.worker.device)
     policy, _ = load_policy(folder, device)
-    result = None if trainer.signal is not None else evaluate(folder, settings.runtime.eval_episodes, device=device)
+    try:
+        result = None if trainer.signal is not None else evaluate(folder, settings.runtime.eval_episodes, device=device)
+    except KeyboardInterrupt as e:
+        e.add_note(f"The training was complete: `qfleet eval {folder}` evaluates it.")
+        raise
     return Run(
         dir=folder,
         config=trainer.config,

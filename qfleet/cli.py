@@ -387,8 +387,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as e:  # argparse, after --help
         return int(e.code or 0)
-    except KeyboardInterrupt:
-        return fail("interrupted", 128 + signal.SIGINT)
+    except KeyboardInterrupt as e:
+        e.args = ("interrupted",)
+        return fail(e, 128 + signal.SIGINT)
     except BrokenPipeError as e:
         return 128 + signal.SIGPIPE if _reader_left() else fail(e, 1)
     except (ValueError, OSError, MemoryError) as e:

@@ -175,7 +175,13 @@ def _choose(
     workers = min(workers, num_envs)
     if workers == 1:
         return "inprocess"
-    step = _step_seconds(sample, actions)
+    try:
+        step = _step_seconds(sample, actions)
+    except Exception as e:
+        e.add_note(
+            f"It failed while its speed was measured for {PROBE_SECONDS:g} s, before the run: --env.vectorize inprocess, or subprocess, leaves that out."
+        )
+        raise
     together = num_envs * step
     apart = -(-num_envs // workers) * step + WAKE_SECONDS + workers * MESSAGE_SECONDS
     if apart > 0.7 * together:  # a small gain is lost again when the learner wants the cores

@@ -19,13 +19,14 @@ from pathlib import Path
 from qfleet.config import Config, ConfigError
 from qfleet.learner import Learned
 from qfleet.runtime.checkpoint import Checkpoints
+from qfleet.runtime.lost import said
 from qfleet.runtime.member import Member, Place
 from qfleet.runtime.ring import Ring
 from qfleet.runtime.worker import Worker, tensors
 from qfleet.sync.policies import Commit, Key
 from qfleet.sync.server import Server
 from qfleet.sync.shard import Copy, Position
-from qfleet.sync.wire import CONNECT, Address, Connection, Listener, Peer
+from qfleet.sync.wire import CONNECT, Address, Connection, Gone, Listener, Peer
 from qfleet.types import Array, State
 
 
@@ -90,11 +91,21 @@ class LearnerActor:
             team.last(worker.collector.steps)
             if team.save_as > team.saved_as:
                 self._save()
-        except BaseException:
-            with contextlib.suppress(Exception):  # it must not hide what happened
+        except Exception as e:
+            with contextlib.suppress(Exception):  # nothing must hide what happened
+                self._rescue(e)
+            with contextlib.suppress(Exception):
                 self._close()
             raise
         self._close()
+
+    def _rescue(self, error: Exception) -> None:
+        """Environments failed, most likely: all come to their end and save their parts, this one without them."""
+        if not isinstance(error, Gone):
+            self._team.fail(said(error))
+            self._team.last(self._worker.collector.steps)
+            if self._team.save_as > self._team.saved_as:
+                self._save(stuck=True)
 
     def _close(self) -> None:
         try:
@@ -105,13 +116,13 @@ class LearnerActor:
     def _tell(self, learned: Learned | None) -> None:
         self._team.tell(learned, self._worker.values(), self._worker.clock())
 
-    def _save(self) -> None:
+    def _save(self, stuck: bool = False) -> None:
         learned = self._worker.settle()
         if learned is not None:
             self._tell(learned)
         self._team.saved_as = self._team.save_as
         if self._team.entered:
-            self._worker.save(self._checkpoints, {}, step=self._team.saved_as)
+            self._worker.save(self._checkpoints, {}, stuck, step=self._team.saved_as)
         else:  # it has learned nothing yet: a resumed run begins with another one
             self._team.wait()
 

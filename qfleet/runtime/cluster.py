@@ -91,6 +91,7 @@ class Fleet:
         self._absent: set[int] = set()  # those that Ray seems to have no room for
         self._released: set[int] = set()  # those that waited for room, and do so again
         self.failure: Exception | None = None  # of a learner: it would fail again
+        self._failed = -1  # that learner
         self._values: dict[int, dict[str, float]] = {}
         self._versions: dict[int, int] = {}  # that learners said they have
         self._episodes = 0.0  # of learners that were replaced
@@ -219,6 +220,8 @@ class Fleet:
             self.servers.look_after(self._versions)
         else:
             self._look_after_group()
+        for rank, what in self._meeting.at_hub(lambda hub: dict(hub.failed)).items():
+            self._fail(rank, TeamError(f"{who(rank)} failed: {what}"))
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])
         )
@@ -280,13 +283,28 @@ class Fleet:
         then = "" if self.over else ": a new one takes its place"
         self._notes.append(f"step {self.steps:,}: {who(rank)} {what}{then}")
 
-    def _give_up(self, rank: int, why: TeamError) -> None:
-        """The others come to their end, and save their parts, before the run fails."""
+    def _fail(self, rank: int, why: TeamError) -> None:
+        """All come to their end, and save their parts, before the run fails."""
         if self.failure is None:
-            self.failure = why
-            self._say(f"  note          step {self.steps:,}: {why}; the others save their parts, and the run ends")
+            self.failure, self._failed = why, rank
+            self._say(f"  note          step {self.steps:,}: {why}; who can saves its part, and the run ends")
+            self.team.stop()
+
+    def _give_up(self, rank: int, why: TeamError) -> None:
+        """A learner that could not save its part."""
+        self._fail(rank, why)
         self._remove(rank)
-        self.team.stop()
+
+    def _trace(self) -> None:
+        """A learner that failed gives its traceback when its part is saved."""
+        refs = [ref for ref, rank in self._running.items() if rank == self._failed]
+        ended, _ = self._ray.wait(refs, timeout=ANSWER) if refs else ([], [])
+        try:
+            self._ray.get(ended)
+        except (self._ray.exceptions.RayTaskError, self._ray.exceptions.UnserializableException) as e:
+            self.failure = failure(f"{who(self._failed)} failed", e)
+        except self._ray.exceptions.RayError:
+            pass
 
     def _remove(self, rank: int) -> None:
         self._ray.kill(self._learners[rank])
@@ -364,10 +382,12 @@ class Fleet:
         return self._notes.pop(0) if self._notes else ""
 
     def values(self) -> dict[str, float]:
-        """Means over the learners; episodes are counted together. And of each learner, what it did since the last time."""
+        """Means over the learners; episodes are counted together, updates are of who made most. And of each learner, what it did since the last time."""
         every = list(self._values.values())
         names = {name for values in every for name in values}
         values = {n: float(np.mean([v[n] for v in every if n in v])) for n in sorted(names)}
+        if every:
+            values["train/n_updates"] = max(v["train/n_updates"] for v in every)
         values["rollout/episodes"] = self._episodes + sum(v.get("rollout/episodes", 0.0) for v in every)
         for rank, clock in sorted(self._clocks.items()):
             then, self._then[rank] = self._then.get(rank), clock
@@ -419,6 +439,8 @@ class Fleet:
                 step, {"spec": asdict(self.envs.spec), "learner": {"model": model}, "cluster": about, **more}
             )
         self._meeting.at_hub(lambda hub: hub.complete(step))
+        if self.failure is not None:
+            self._trace()
 
     def _part(self, rank: int, step: int) -> Path:
         """A learner's part of a checkpoint."""

@@ -81,6 +81,7 @@ class Hub:
         self._saved: dict[int, int] = {}  # step of the checkpoint each learner has saved
         self._complete = 0  # checkpoint that is saved by all
         self.ended: set[int] = set()  # live learners that have come to their end
+        self.failed: dict[int, str] = {}  # those that did because of an error, and what they say of it
         self._final = False  # the final checkpoint is wanted
         self._epoch, self._addresses = 0, list[Address]()
         self._grouped: list[tuple[int, int]] = []  # members of the newest group, and their incarnations
@@ -110,6 +111,12 @@ class Hub:
         async def last(args: list[Any], arrays: list[Array]) -> Answer:
             return await self.last(_report(args)), ()
 
+        async def fail(args: list[Any], arrays: list[Array]) -> Answer:
+            rank, incarnation, what = args
+            if self.live.get(rank) == incarnation:
+                self.failed[rank] = what
+            return None, ()
+
         async def saved(args: list[Any], arrays: list[Array]) -> Answer:
             await self.saved(*args)
             return None, ()
@@ -117,7 +124,7 @@ class Hub:
         async def where(args: list[Any], arrays: list[Array]) -> Answer:
             return await self.where(*args), ()
 
-        return {f.__name__: f for f in (join, beat, report, last, saved, where)}
+        return {f.__name__: f for f in (join, beat, report, last, fail, saved, where)}
 
     async def join(self, rank: int, incarnation: int, identity: list[str]) -> tuple[int, int]:
         """-> the round to begin with, and the checkpoint that it comes too late for. While that one is written, nobody may change what the

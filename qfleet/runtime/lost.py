@@ -19,15 +19,19 @@ def reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
+def said(error: Exception) -> str:
+    """Its type and first line; and the last one, where the lines between are a traceback of yet another process."""
+    lines = str(error).strip().splitlines() or [""]
+    nested = "Traceback (most recent call last)" in str(error)
+    return f"{type(error).__name__}: {lines[0]}{f' {lines[-1]}' if nested else ''}"
+
+
 def failure(what: str, error: Exception) -> TeamError:
     """Of the code in an actor. Its traceback is the cause, where it is of use: an error of ours says what to do."""
     why, cause = reason(error), getattr(error, "cause", None)
     ours = why.startswith("qfleet.")
     if isinstance(cause, Exception):
-        ours = type(cause).__module__.startswith("qfleet.")
-        lines = str(cause).strip().splitlines() or [""]
-        nested = "Traceback (most recent call last)" in str(cause)  # of yet another process
-        why = f"{type(cause).__name__}: {lines[0]}{f' {lines[-1]}' if nested else ''}"
+        ours, why = type(cause).__module__.startswith("qfleet."), said(cause)
     failed = TeamError(f"{what}: {why}")
     failed.__cause__ = None if ours else error
     return failed

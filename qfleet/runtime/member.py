@@ -147,6 +147,12 @@ class Member(Alone):
             self.client.joined = False
         self.save_as, _ = self._hub("last", self._report(steps)).receive()
 
+    def fail(self, what: str) -> None:
+        """It comes to its end because of an error; so shall the others."""
+        if self._pending:
+            self._take_orders()
+        self._hub("fail", [self.rank, self._incarnation, what]).receive()
+
     def wait(self) -> None:
         """For the rest of a checkpoint."""
         if self._pending:

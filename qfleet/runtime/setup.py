@@ -115,7 +115,7 @@ def summary(config: Config, made: envs.Envs, replay_device: str, threads: int = 
     lines = [
         f"  environments  {config.env.num_envs} × {config.env.id} ({stepped}); observations {made.spec.input_shape} {made.spec.obs_dtype}, {made.spec.num_actions} actions",
         f"  algorithm     {algorithm}; network {network}",
-        f"  learning      batch {c.batch_size}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval} updates",
+        f"  learning      batch {c.batch_size}{' of each learner' if config.learners > 1 else ''}, lr {c.lr:g} {c.lr_schedule}, {config.replay.samples_per_step:g} samples per step, target every {c.target_interval} updates",
         f"  replay        {config.replay.capacity:,} rows, {size / 1e6:,.1f} MB on {replay_device}",
         f"  runtime       {schedule}, lag {config.runtime.lag}, {where}",
     ]

@@ -114,6 +114,8 @@ class Trainer:
             self._open.close()
             if self._new:  # a run that never began leaves nothing behind
                 shutil.rmtree(run_dir, ignore_errors=True)
+            if isinstance(e, KeyboardInterrupt):
+                e.add_note("The run had not begun yet.")
             if isinstance(e, torch.OutOfMemoryError):
                 raise ConfigError(out_of_memory(config, e)) from None
             raise

@@ -37,7 +37,7 @@ def test_one_of_several_learners_fails(
     assert failed.value.__notes__ == [f"Everything else is saved: go on with `qfleet train --resume {tmp_path / 'run'}`."]  # fmt: skip
     assert "env_toys.py" in str(failed.value.__cause__) and "in hang" in str(failed.value.__cause__)
     state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
-    assert len(state["cluster"]["parts"]) == 1
+    assert sorted(state["cluster"]["parts"]) == [0, 1]
     (tmp_path / "file").touch()
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--resume", str(tmp_path / "run")]) == 1
@@ -53,15 +53,20 @@ def test_an_error_that_cannot_travel_is_told(ray: None, tmp_path: Path, monkeypa
         troubled(tmp_path, monkeypatch, "localsgd", "odd", env__vectorize="inprocess", sync__transport="allreduce", sync__local_steps=4)  # fmt: skip
     assert "in hang" in str(failed.value.__cause__)
     state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
-    assert len(state["cluster"]["parts"]) == 1
+    assert sorted(state["cluster"]["parts"]) == [0, 1]
 
 
-def test_when_all_learners_fail_the_last_checkpoint_is_named(
+def test_when_all_learners_fail_all_save_their_parts(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TeamError, match=r"^learner \d failed: ConnectionRefusedError") as failed:
         troubled(tmp_path, monkeypatch, "sync", "raise", keep=True, env__vectorize="inprocess")
-    assert failed.value.__notes__ == ["There is no checkpoint yet."]
+    assert failed.value.__notes__ == [f"Everything else is saved: go on with `qfleet train --resume {tmp_path / 'run'}`."]  # fmt: skip
+    state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
+    assert sorted(state["cluster"]["parts"]) == [0, 1] and state["step"] > 200
+    (tmp_path / "file").unlink()
+    run = qfleet.train(resume=tmp_path / "run", total_steps=int(state["step"]) + 1500, progress=False)
+    assert run.stop_reason == "total_steps"
 
 
 @pytest.mark.parametrize(("end", "vectorize"), [("die", "inprocess"), ("hang", "subprocess")])
@@ -70,8 +75,9 @@ def test_who_is_lost_again_and_again_before_its_first_round_ends_the_run(
 ) -> None:
     told = disturbed(monkeypatch, [])
     what = "ended" if end == "die" else r"waited 2 s for worker \d \(process \d+, environments \d to \d\), in vain"
-    with pytest.raises(TeamError, match=rf"learner \d was lost 3 times in a row before its first round: the last time it {what}\."):  # fmt: skip
+    with pytest.raises(TeamError, match=rf"learner \d was lost 3 times in a row before its first round: the last time it {what}\.") as failed:  # fmt: skip
         troubled(tmp_path, monkeypatch, "async", end, reset=True, keep=True, env__vectorize=vectorize, runtime__watchdog=2.0)  # fmt: skip
+    assert failed.value.__notes__ == ["There is no checkpoint yet."]
     assert 2 <= sum("a new one takes its place" in text for text in told) <= 4
     assert not any("is there a free CPU" in text for text in told)
 
