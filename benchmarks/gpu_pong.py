@@ -40,9 +40,12 @@ class Alone:
     def __init__(self, num_envs: int, groups: int, threads: int) -> None:
         self.name = f"emulator alone, {groups} groups, {threads} threads"
         config = EnvConfig(id="pong", num_envs=num_envs, vectorize="subprocess", sticky_actions=0.25)
-        self._groups = envs.make_groups(config, seed=1, groups=groups, threads=threads)
+        self._groups = envs.make_groups(config, seed=1, groups=groups, threads=threads, wait=False)
         self._num_envs = num_envs
         self._actions = [np.random.default_rng(i).integers(0, 6, num_envs // groups) for i in range(64)]
+
+    def begin(self) -> None:
+        """Games are made by worker processes, several contestants' at a time: this waits for them."""
         for group in self._groups:
             group.reset()
 
@@ -136,6 +139,8 @@ def main() -> None:
     ways = args.alone or [f"1:{cores}", f"2:{cores}", f"2:{2 * cores}", f"4:{2 * cores}"]
     limits = [Alone(args.envs, *map(int, way.split(":"))) for way in ways]
     trained = [Training(case, settings) for case in args.cases]
+    for limit in limits:
+        limit.begin()
     print(f"{args.envs} games each, made in {time.perf_counter() - began:.0f} s", flush=True)
     everybody: list[Alone | Training] = [*limits, *trained]
     if args.profile:

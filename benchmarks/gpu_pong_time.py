@@ -1,9 +1,9 @@
 """Seconds from the start of the command until Pong's greedy evaluation (20 episodes) is 18, on one GPU.
 
-    python benchmarks/gpu_pong_time.py [--seeds 1 2 3] [--set PATH=VALUE ...]
+    python benchmarks/gpu_pong_time.py [--seeds 1 2 3] [--set PATH=VALUE ...] [--until-reached]
 
 `reached` is when the command prints that evaluation, `whole` when it has ended: with the last checkpoint, which holds the
-replay, and an evaluation on fresh episodes. Sticky actions 0.25 unless set otherwise.
+replay, and an evaluation on fresh episodes (with --until-reached it is killed before). Sticky actions 0.25 unless set otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common import record, train_command
 GOAL = 18.0
 
 
-def one(seed: int, recipe: str, settings: list[str], limit: float) -> dict[str, Any]:
+def one(seed: int, recipe: str, settings: list[str], limit: float, until_reached: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         stop = ("--runtime.stop-at", str(GOAL), "--runtime.checkpoint-every", "0", "--runtime.eval-epsilon", "0")
         command = train_command("pong", recipe, folder, settings, "--seed", str(seed), *stop)
@@ -40,6 +40,8 @@ def one(seed: int, recipe: str, settings: list[str], limit: float) -> dict[str, 
                 newest = float(found[2])
                 if newest >= GOAL and reached is None:
                     reached, step = time.time() - began, int(found[1].replace(",", ""))
+                    if until_reached:
+                        process.kill()
         process.wait()
         timer.cancel()
         print(f"  {time.time() - began:6.1f} s  {last[:110]}", flush=True)
@@ -51,11 +53,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--recipe", default="double")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds")
+    parser.add_argument("--until-reached", action="store_true", help="do not wait for the end of the command")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
     args = parser.parse_args()
     runs = []
     for seed in args.seeds:
-        runs.append(one(seed, args.recipe, args.set, args.limit))
+        runs.append(one(seed, args.recipe, args.set, args.limit, args.until_reached))
         print(f"seed {seed}: {runs[-1]}", flush=True)
     reached = [run["reached"] for run in runs if run["reached"] is not None]
     print(

@@ -148,8 +148,9 @@ def test_every_recipe_trains_with_streams_and_resumes(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped and resumed in the middle, with steps in flight, it ends as if it had not been. (Where there is a GPU, on it.)"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # of both, not by measurement
     settings = {"total_steps": 600, "runtime__groups": 2, "runtime__checkpoint_every": 300}
-    config = config_of(recipe, device="auto", runtime__schedule="streams", **settings)
+    config = config_of(recipe, device=device, acting__device=device, runtime__schedule="streams", **settings)
     with Progress(1, "", silent=True) as progress:
         whole = Trainer(config, tmp_path / "whole", progress)
         whole.run()
