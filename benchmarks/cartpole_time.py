@@ -26,7 +26,7 @@ def theirs(seed: int) -> None:
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
 
-    class Stop(BaseCallback):
+    class Stop(BaseCallback):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.envs = make_vec_env("CartPole-v1", 20, seed=seed + 1000)

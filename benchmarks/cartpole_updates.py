@@ -21,6 +21,7 @@ def ours(steps: int) -> dict[str, float]:
     from qfleet.api import compose
     from qfleet.runtime.progress import Progress
     from qfleet.runtime.train import Trainer
+    from qfleet.runtime.worker import Worker
 
     zoo = {
         "total_steps": steps,
@@ -46,12 +47,14 @@ def ours(steps: int) -> dict[str, float]:
     config = compose("CartPole-v1", "dqn", None, zoo)
     with tempfile.TemporaryDirectory() as folder, Progress(steps, "", interactive=False) as progress:
         trainer = Trainer(config, Path(folder), progress)
+        worker = trainer.worker
+        assert isinstance(worker, Worker)
         began = time.perf_counter()
         trainer.run()
         seconds = time.perf_counter() - began
     return {
-        "updates_per_second": trainer.worker.learner.updates / seconds,
-        "steps_per_second": trainer.worker.collector.steps / seconds,
+        "updates_per_second": worker.learner.updates / seconds,
+        "steps_per_second": worker.collector.steps / seconds,
     }
 
 

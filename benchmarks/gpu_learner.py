@@ -126,14 +126,15 @@ class Plain(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers((x.to(torch.bfloat16) / 255.0).contiguous(memory_format=torch.channels_last))
+        q: Tensor = self.layers((x.to(torch.bfloat16) / 255.0).contiguous(memory_format=torch.channels_last))
+        return q
 
 
 def compiled(batch: int) -> float:
     frames = torch.randint(0, 256, (CAPACITY, 84, 84), dtype=torch.uint8, device=DEVICE)
     action = torch.randint(0, 6, (CAPACITY,), device=DEVICE)
     reward, done = torch.randn(CAPACITY, device=DEVICE), torch.rand(CAPACITY, device=DEVICE) < 0.001
-    online, target = (Plain().to(DEVICE, memory_format=torch.channels_last) for _ in range(2))
+    online, target = (Plain().to(DEVICE, memory_format=torch.channels_last) for _ in range(2))  # type: ignore[call-overload]
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, fused=True, capturable=True)
     offsets, steps = torch.arange(-3, 1, device=DEVICE), torch.arange(3, device=DEVICE)
     gammas = 0.99**steps
@@ -156,11 +157,11 @@ def compiled(batch: int) -> float:
 
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)
-        fast().backward()
+        fast().backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(online.parameters(), 10.0, foreach=True)
         optimizer.step()
 
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         for _ in range(5):
             update()

@@ -37,7 +37,7 @@ def one(late: int, seed: int) -> float:
 
         self.sync = sync
 
-    Learner.__init__ = made  # type: ignore[method-assign]
+    Learner.__init__ = made  # type: ignore[assignment, method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             run = qfleet.train("CartPole-v1", recipe="double", seed=seed, run_dir=Path(folder) / "run", device="cpu", overrides=SETTINGS, progress=False)  # fmt: skip

@@ -22,6 +22,7 @@ def ours(steps: int) -> dict[str, float]:
     from qfleet.api import compose
     from qfleet.runtime.progress import Progress
     from qfleet.runtime.train import Trainer
+    from qfleet.runtime.worker import Worker
 
     settings = {
         "device": "cpu",
@@ -40,19 +41,21 @@ def ours(steps: int) -> dict[str, float]:
     config = compose("pong", "dqn", None, settings)
     with tempfile.TemporaryDirectory() as folder, Progress(steps, "", interactive=False) as progress:
         trainer = Trainer(config, Path(folder), progress)
+        worker = trainer.worker
+        assert isinstance(worker, Worker)
         began, first = 0.0, 0
-        while trainer.worker.collector.steps < START + steps:
-            if not began and trainer.worker.learner.updates:
+        while worker.collector.steps < START + steps:
+            if not began and worker.learner.updates:
                 began, first, updates = (
                     time.perf_counter(),
-                    trainer.worker.collector.steps,
-                    trainer.worker.learner.updates,
+                    worker.collector.steps,
+                    worker.learner.updates,
                 )
-            trainer.worker.round()
+            worker.round()
         seconds = time.perf_counter() - began
         result = {
-            "steps_per_second": (trainer.worker.collector.steps - first) / seconds,
-            "updates_per_second": (trainer.worker.learner.updates - updates) / seconds,
+            "steps_per_second": (worker.collector.steps - first) / seconds,
+            "updates_per_second": (worker.learner.updates - updates) / seconds,
         }
         trainer.close()
     return result
@@ -68,7 +71,7 @@ def theirs(steps: int, envs: int, device: str) -> dict[str, float]:
 
     gymnasium.register_envs(ale_py)
 
-    class Clock(BaseCallback):
+    class Clock(BaseCallback):  # type: ignore[misc]
         began, first, updates = 0.0, 0, 0
 
         def _on_step(self) -> bool:

@@ -85,7 +85,7 @@ def work(rank: int, sync: dict[str, Any], address: Any, slow: float, stall: bool
     pushed: list[tuple[float, int]] = []  # when, samples
     stalls = 0
     if address is not None:
-        client = Client(config, rank, 0, len(learner.flat.data), lambda epoch: (epoch + 1, [address]), "token")
+        client = Client(config, rank, 0, len(learner.flat.data), lambda epoch, why: (epoch + 1, [address]), "token")
         client.attach(learner)
     agree = learner.sync
 

@@ -87,7 +87,7 @@ def main() -> None:
     ours = Connection(("127.0.0.1", port.get()), "token")
     array = np.random.default_rng(0).standard_normal(SIZE, np.float32)
     small = array[:17_000]
-    quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+    quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
     ray.init(address="local", num_cpus=4, _system_config=FAIR, **quiet)
 
     class Actor:
@@ -104,7 +104,7 @@ def main() -> None:
         async def pull_shared(self) -> Any:
             return self.shared
 
-    actor = ray.remote(num_cpus=0)(Actor).remote()
+    actor: Any = ray.remote(num_cpus=0)(Actor).remote()
     ray.get(actor.pull.remote())
     rows = {
         "push, ours": lambda: ours("push", [], [array.view(np.uint8)]).receive(),

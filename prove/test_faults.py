@@ -147,6 +147,7 @@ class Disturbance:
         self.heard += [(now, rank) for rank in fleet.told]
         if not self.at or fleet.steps < self.at[0]:
             return
+        assert fleet.servers is not None
         live = fleet._meeting.at_hub(lambda hub: sorted(hub.live))
         learners = [("learner", rank, fleet._learners[rank]) for rank in live]
         servers = [("server", i, server) for i, server in enumerate(fleet.servers.actors)]
@@ -182,7 +183,7 @@ def ray() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # Ledger
     import ray
 
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     ray.init(address="local", num_cpus=8, _system_config=FAIR, **quiet)
     yield
     ray.shutdown()
