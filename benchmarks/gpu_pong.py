@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
-import os
 import pstats
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 from common import median, record
 
-from qfleet import envs
+from qfleet import envs, machine
 from qfleet.api import compose
 from qfleet.config import EnvConfig
 from qfleet.runtime.progress import Progress
@@ -128,7 +127,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show what the main thread does in the first case (slower)")  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
     args = parser.parse_args()
-    cores = os.cpu_count() or 1
+    cores = machine.cores()
     settings: dict[str, Any] = {
         "env.num_envs": args.envs, "device": args.device, "replay.capacity": 1_000_000,
         "replay.min_steps": 20_000, "learner.batch_size": 256, "learner.n_step": 3, "runtime.steps_per_round": 4 * args.envs,

@@ -213,6 +213,9 @@ class Captured:
         except RuntimeError as e:  # whatever a library does that cannot be recorded: the run goes on without
             torch.cuda.set_stream(current)  # a failed recording leaves its own behind
             torch.cuda.synchronize(current.device)
+            # The end of a recording fails, too, when something in it did.
+            if out_of_memory := next((x for x in (e, e.__context__) if isinstance(x, torch.OutOfMemoryError)), None):
+                raise out_of_memory from None
             self.why_not = reason(e)
 
     def __call__(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from qfleet import doctor
+from qfleet.acting import placement
 
 
 def lines() -> dict[str, tuple[str, str]]:
@@ -61,6 +62,20 @@ def test_gpus_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     assert lines()["gpu 1"] == ("H200", "150 GB, compute capability 9.0")
+
+
+def test_a_gpu_says_from_where_on_it_acts_sooner(monkeypatch):
+    measured = {"LunarLander-v3": (3.0, 3.0, 3.0), "pong": (3.0, 1.0, 0.5)}
+
+    def crossover(config, spec, gpu):
+        return [(batch, 1e-3, gpu * 1e-3) for batch, gpu in zip((1, 8, 64), measured[config.env.id], strict=True)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(placement, "crossover", crossover)
+    found = lines()
+    assert found["acting, MLP"][0] == "CPU"
+    assert found["acting, Nature CNN"][0] == "GPU from 8 environments on"
+    assert "1: 1.00 and 3.00, 8: 1.00 and 1.00, 64: 1.00 and 0.50" in found["acting, Nature CNN"][1]
 
 
 def test_compiler_and_headers(monkeypatch, tmp_path):

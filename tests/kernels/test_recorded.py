@@ -7,9 +7,12 @@ from test_nature import DEVICE, SPEC, config_of, filled
 from qfleet import recipes
 from qfleet.captured import CapturedLearner
 from qfleet.config import override
+from qfleet.device import Captured
+
+gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is recorded without a GPU")
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is recorded without a GPU")
+@gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("recipe", recipes.NAMES)
 def test_recorded_updates_are_those_that_were_recorded(recipe: str, precision: str) -> None:
@@ -38,3 +41,31 @@ def test_recorded_updates_are_those_that_were_recorded(recipe: str, precision: s
 
     for got, expected in zip(trained(True), trained(False), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@gpu
+def test_what_cannot_be_recorded_is_launched() -> None:
+    count = torch.zeros(1, device=DEVICE)
+
+    def step() -> None:
+        count.add_(1)
+        count.cpu()  # waits for the GPU
+
+    captured = Captured(step, [count], DEVICE)
+    assert captured.why_not and count.item() == 0
+    captured()
+    assert count.item() == 1
+
+
+@gpu
+def test_too_little_memory_is_no_reason_to_launch() -> None:
+    """The run would go on slowly, where there is a setting to change."""
+    runs = []
+
+    def step() -> None:
+        runs.append(None)
+        if len(runs) == 3:  # while it is recorded
+            torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Captured(step, (), DEVICE)
