@@ -13,6 +13,7 @@ import contextlib
 import copy
 import os
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class LearnerActor:
             raise ConfigError(
                 f"learner {place.rank} does not see the run directory {config.run_dir}: it must be on a file system that all machines share."
             )
-        self._late, self._resume = place.late, resume
+        self._late, self._resume, self._whole = place.late, resume, False
         self._team = (Ring if config.sync.over == "allreduce" else Member)(config, place)
         self._worker = Worker(config, self._team)
         self._worker.build()
@@ -82,11 +83,14 @@ class LearnerActor:
                 team.saved_as = self._resume
             else:
                 worker.start()
+            self._whole = True
             while not worker.over:
                 learned = worker.round()
                 self._tell(learned)
                 if team.save_as > team.saved_as:
                     self._save()
+                elif team.complete >= team.saved_as:
+                    self._checkpoints.prune()
             self._tell(worker.settle())
             team.last(worker.collector.steps)
             if team.save_as > team.saved_as:
@@ -100,9 +104,11 @@ class LearnerActor:
         self._close()
 
     def _rescue(self, error: Exception) -> None:
-        """Environments failed, most likely: all come to their end and save their parts, this one without them."""
-        if not isinstance(error, Gone):
-            self._team.fail(said(error))
+        """Environments failed, most likely: all come to their end and save their parts, this one without them. (Before it had a state
+        of its own there is nothing to save, and a checkpoint that it could not load must stay.)"""
+        if self._whole and not isinstance(error, Gone):
+            ours = type(error).__module__.startswith("qfleet.")  # says what to do
+            self._team.fail(said(error), "" if ours else traceback.format_exc())
             self._team.last(self._worker.collector.steps)
             if self._team.save_as > self._team.saved_as:
                 self._save(stuck=True)
@@ -120,11 +126,12 @@ class LearnerActor:
         learned = self._worker.settle()
         if learned is not None:
             self._tell(learned)
-        self._team.saved_as = self._team.save_as
+        self._team.saving = self._team.save_as
         if self._team.entered:
-            self._worker.save(self._checkpoints, {}, stuck, step=self._team.saved_as)
+            self._worker.save(self._checkpoints, {}, stuck, step=self._team.saving)
         else:  # it has learned nothing yet: a resumed run begins with another one
             self._team.wait()
+        self._team.saved_as = self._team.saving
 
 
 def part_of(config: Config, rank: int) -> Path:
@@ -141,9 +148,9 @@ class ServerActor:
         self._listener: Listener | None = None
         self._ticking: asyncio.Task[None] | None = None
 
-    def _forward(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+    def _forward(self, commits: Sequence[Commit], discarded: Sequence[Key], cut: int) -> None:
         for other in self._others:
-            other("carry_out", [commits, discarded])
+            other("carry_out", [commits, discarded, cut])
 
     async def listen(self, others: Sequence[Address]) -> Address:
         import ray
@@ -189,6 +196,9 @@ class ServerActor:
     async def state(self) -> State:
         """A copy: commits go on while it travels."""
         return copy.deepcopy(self._server.state())
+
+    async def cut(self, number: int) -> State:
+        return await self._server.cut(number)
 
     async def pid(self) -> int:
         return os.getpid()

@@ -162,14 +162,15 @@ class Checkpoints:
         self._segments: list[dict[str, Any]] = []
         self._saved_rows: torch.Tensor | None = None  # rows per column that are on disk
         self._saved_step = -1
+        self._superseded = False  # older ones are still there
 
     def folder(self, step: int) -> Path:
         return self.dir / f"step_{step:09d}"
 
-    def save(self, step: int, state: State, replay: Replay, all_saved: Callable[[], None] = lambda: None) -> None:
+    def save(self, step: int, state: State, replay: Replay, all_saved: Callable[[], bool] = lambda: True) -> None:
         """A full checkpoint, from which the run can go on. Saving the same step again does nothing.
 
-        `all_saved` returns when the other learners have saved this step, too: only then the one before is given up.
+        `all_saved`: have the other learners saved this step, too? Only then the one before is given up; if not now, by `prune`.
         """
         if step == self._saved_step:
             return
@@ -200,8 +201,9 @@ class Checkpoints:
             raise
         self._segments, self._saved_rows, self._saved_step = segments, count.clone(), step
         _link(self.dir, "last", self.folder(step).name)
-        all_saved()
-        self._prune()
+        self._superseded = True
+        if all_saved():
+            self.prune()
 
     def save_state(self, step: int, state: State) -> None:
         """A checkpoint of a process that has no replay. `state` holds the network's weights under learner/model."""
@@ -222,7 +224,11 @@ class Checkpoints:
         for old in sorted(self.dir.glob("step_*"))[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Give up checkpoints that the newest one supersedes."""
+        if not self._superseded:
+            return
+        self._superseded = False
         self._prune_steps()
         used = {s["file"] for s in self._segments}
         for rows in (self.dir / "replay").iterdir():

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from qfleet.runtime import checkpoint, resources, servers
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.hub import Meeting
-from qfleet.runtime.lost import Losses, failure, unless_lost
+from qfleet.runtime.lost import Losses, Remote, failure, unless_lost
 from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
@@ -52,6 +52,15 @@ EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected") 
 BREAKS = 3  # of a group of learners in a row, though all are there: it will never do
 ANSWER = 1.0  # seconds for a learner to say which version it has
 SECONDS = ("env", "act", "learn", "transfer", "wait", "wait_actions", "sync/wait")  # on a learner's clock
+
+
+class Saving(NamedTuple):
+    """A checkpoint that was asked for."""
+
+    step: int
+    of: dict[int, int]  # learners, and their incarnations
+    checkpoints: Checkpoints
+    more: State
 
 
 class Fleet:
@@ -84,14 +93,19 @@ class Fleet:
         self._updates = 0  # of all learners
         self.told: list[int] = []  # who reported last
         self._unread: Learned | None = None  # what was told while a checkpoint was written
-        self._saved, self._final = 0, False  # step of the newest checkpoint; it is the last one
+        self._saved, self._final = (
+            0,
+            False,
+        )  # step of the newest checkpoint that was asked for; the last one is complete
+        self._saving: Saving | None = None
+        self._writing = False  # or it failed
         self._notes: list[str] = []
         self._expected: dict[int, float] = {}  # learners that will take the place of others -> since when
         self._breaks = 0  # of the learners' group, that were seen
         self._absent: set[int] = set()  # those that Ray seems to have no room for
         self._released: set[int] = set()  # those that waited for room, and do so again
         self.failure: Exception | None = None  # of a learner: it would fail again
-        self._failed = -1  # that learner
+        self._resuming: set[int] = set()  # learners that were given a part of a checkpoint, and have not reported since
         self._values: dict[int, dict[str, float]] = {}
         self._versions: dict[int, int] = {}  # that learners said they have
         self._episodes = 0.0  # of learners that were replaced
@@ -180,6 +194,8 @@ class Fleet:
         """Whatever was reported since the last time."""
         learned, self._unread = added(self._unread, self._news(PATIENCE)), None
         self._look_after()
+        if self._saving is not None and self._all_saved():
+            self._complete()
         return added(learned, self.settle()) if self.over else learned
 
     def settle(self) -> Learned | None:
@@ -204,6 +220,7 @@ class Fleet:
                 self._losses.worked(who(report.rank))
             self._versions[report.rank] = report.version
             self._expected.pop(report.rank, None)
+            self._resuming.discard(report.rank)
             if report.rank in self._absent:
                 self._absent.remove(report.rank)
                 self._notes.append(f"step {self.steps:,}: learner {report.rank} has joined")
@@ -220,8 +237,11 @@ class Fleet:
             self.servers.look_after(self._versions)
         else:
             self._look_after_group()
-        for rank, what in self._meeting.at_hub(lambda hub: dict(hub.failed)).items():
-            self._fail(rank, TeamError(f"{who(rank)} failed: {what}"))
+        if failed := self._meeting.at_hub(lambda hub: hub.failed):
+            rank, what, trace = failed
+            error = TeamError(f"{who(rank)} failed: {what}")
+            error.__cause__ = Remote(trace) if trace else None
+            self._fail(error)
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])
         )
@@ -283,28 +303,19 @@ class Fleet:
         then = "" if self.over else ": a new one takes its place"
         self._notes.append(f"step {self.steps:,}: {who(rank)} {what}{then}")
 
-    def _fail(self, rank: int, why: TeamError) -> None:
+    def _fail(self, why: TeamError) -> None:
         """All come to their end, and save their parts, before the run fails."""
         if self.failure is None:
-            self.failure, self._failed = why, rank
+            self.failure = why
             self._say(f"  note          step {self.steps:,}: {why}; who can saves its part, and the run ends")
             self.team.stop()
 
     def _give_up(self, rank: int, why: TeamError) -> None:
         """A learner that could not save its part."""
-        self._fail(rank, why)
+        if rank in self._resuming:  # nor go on from it: the checkpoint stays as it is
+            raise why
+        self._fail(why)
         self._remove(rank)
-
-    def _trace(self) -> None:
-        """A learner that failed gives its traceback when its part is saved."""
-        refs = [ref for ref, rank in self._running.items() if rank == self._failed]
-        ended, _ = self._ray.wait(refs, timeout=ANSWER) if refs else ([], [])
-        try:
-            self._ray.get(ended)
-        except (self._ray.exceptions.RayTaskError, self._ray.exceptions.UnserializableException) as e:
-            self.failure = failure(f"{who(self._failed)} failed", e)
-        except self._ray.exceptions.RayError:
-            pass
 
     def _remove(self, rank: int) -> None:
         self._ray.kill(self._learners[rank])
@@ -319,6 +330,7 @@ class Fleet:
         self._running = {ref: r for ref, r in self._running.items() if r != rank}
         self._expected.pop(rank, None)
         self._released.discard(rank)
+        self._resuming.discard(rank)
         self._incarnations[rank] += 1
 
     def _make_room(self) -> None:
@@ -416,31 +428,54 @@ class Fleet:
     # --- checkpoints -------------------------------------------------------------------------------------------------------
 
     def save(self, checkpoints: Checkpoints, more: State, stuck: bool = False) -> None:
-        """Learners stop after their round and save their parts; then this process saves the servers' states."""
+        """Learners save their parts after their round; then this process saves the servers' states. Where learners do not wait for each other, they
+        go on meanwhile, and so does this process (`round`), but at the end."""
         if self._final:
             return
-        self._final, step = self.over, max(self.steps, self._saved + 1)
+        together = self.config.sync.together
+        if self._writing or (together and self._saving is not None):
+            raise TeamError("the one before could not be completed")
+        if self._saving is not None and not self.over:
+            return  # the one before is not complete yet
+        step = max(self.steps, self._saved + 1)
         self._saved = step
         asked = self._meeting.at_hub(lambda hub: hub.save(step, final=self.over))
-        while self._meeting.at_hub(lambda hub: hub.parts(step, asked))[1]:
+        self._saving = Saving(step, asked, checkpoints, more)
+        if not (together or self.over):
+            return
+        ending = self.over
+        while not self._all_saved():
             self._unread = added(self._unread, self._news(PATIENCE))
             self._look_after()
-            if self.over and not self._final:  # meanwhile they came to their end
-                self._final = True
+            if self.over and not ending:  # meanwhile they came to their end
+                ending = True
                 self._meeting.at_hub(lambda hub: hub.save(step, final=True))
-        parts, _ = self._meeting.at_hub(lambda hub: hub.parts(step, asked))
+        self._complete()
+        self._final = ending
+
+    def _all_saved(self) -> bool:
+        """All of those that are still there."""
+        assert self._saving is not None
+        step, of, *_ = self._saving
+        return not self._meeting.at_hub(lambda hub: hub.parts(step, of))[1]
+
+    def _complete(self) -> None:
+        """This process's part of a checkpoint comes last."""
+        assert self._saving is not None
+        step, of, checkpoints, more = self._saving
+        parts, _ = self._meeting.at_hub(lambda hub: hub.parts(step, of))
         if self.failure is not None and not any(self._part(r, step).exists() for r in parts):
             raise self.failure  # the checkpoint before has more
+        self._writing = True
         states = [] if self.servers is None else self.servers.states()
         with self.lend():
             model = self._net.state_dict()
-            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state()), "incarnations": self._incarnations, "updates": self._updates, "parts": parts}  # fmt: skip
+            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state(parts)), "incarnations": self._incarnations, "updates": self._updates, "parts": parts}  # fmt: skip
             checkpoints.save_state(
                 step, {"spec": asdict(self.envs.spec), "learner": {"model": model}, "cluster": about, **more}
             )
         self._meeting.at_hub(lambda hub: hub.complete(step))
-        if self.failure is not None:
-            self._trace()
+        self._saving, self._writing = None, False
 
     def _part(self, rank: int, step: int) -> Path:
         """A learner's part of a checkpoint."""
@@ -463,6 +498,7 @@ class Fleet:
                 self._incarnations[rank] += 1
                 self._notes.append(f"learner {rank} has no part of the checkpoint at step {step:,}: it begins anew")
             self._new_learner(rank, late=rank not in present, resume=step if rank in present else 0)
+        self._resuming = set(present)
         self._run()
         return state
 

@@ -4,10 +4,12 @@ It runs on a thread of the supervisor, so it lasts as long as the run; learners 
 
 | who              | waits for                                          | unblocked by                                       |
 |------------------|----------------------------------------------------|----------------------------------------------------|
-| `join`           | a checkpoint that is being written                 | the supervisor, when it is complete                |
+| `join`           | in modes with a barrier: a checkpoint that is      | the supervisor, when it is complete                |
+|                  | being written                                      |                                                    |
 | `report`         | in modes with a barrier: all live learners to      | their reports, or the supervisor, which removes    |
 |                  | report the round; else nothing                     | those that are dead or silent                      |
-| `saved`          | the supervisor's own part of the checkpoint        | it, or the end of the run                          |
+| `saved`          | in modes with a barrier, and at the end: the       | the supervisor, when it is complete                |
+|                  | others' and the supervisor's part of it            |                                                    |
 | `where`          | servers that are newer than those that failed      | the supervisor, which repairs them                 |
 """
 
@@ -56,6 +58,7 @@ class Orders(NamedTuple):
     save: int  # step of the newest checkpoint to take part in
     epoch: int = 0  # all-reduce: number of the group that makes the next updates
     members: Sequence[int] = ()  # and who is in it
+    complete: int = 0  # step of the newest checkpoint of which all parts are saved
 
 
 def identity(config: Config) -> list[str]:
@@ -78,10 +81,12 @@ class Hub:
         self._told: list[Report] = []
         self._changed, self._news = asyncio.Event(), asyncio.Event()
         self._met = -1  # the last round that all have reported
-        self._saved: dict[int, int] = {}  # step of the checkpoint each learner has saved
+        self._saved: dict[int, tuple[int, int]] = {}  # the checkpoint each learner has saved, and its own steps there
         self._complete = 0  # checkpoint that is saved by all
         self.ended: set[int] = set()  # live learners that have come to their end
-        self.failed: dict[int, str] = {}  # those that did because of an error, and what they say of it
+        self.failed: tuple[int, str, str] | None = (
+            None  # the first one that did because of an error, what it says of it, its traceback
+        )
         self._final = False  # the final checkpoint is wanted
         self._epoch, self._addresses = 0, list[Address]()
         self._grouped: list[tuple[int, int]] = []  # members of the newest group, and their incarnations
@@ -112,14 +117,13 @@ class Hub:
             return await self.last(_report(args)), ()
 
         async def fail(args: list[Any], arrays: list[Array]) -> Answer:
-            rank, incarnation, what = args
-            if self.live.get(rank) == incarnation:
-                self.failed[rank] = what
+            rank, incarnation, what, trace = args
+            if self.live.get(rank) == incarnation and self.failed is None:
+                self.failed = rank, what, trace
             return None, ()
 
         async def saved(args: list[Any], arrays: list[Array]) -> Answer:
-            await self.saved(*args)
-            return None, ()
+            return await self.saved(*args), ()
 
         async def where(args: list[Any], arrays: list[Array]) -> Answer:
             return await self.where(*args), ()
@@ -127,13 +131,12 @@ class Hub:
         return {f.__name__: f for f in (join, beat, report, last, fail, saved, where)}
 
     async def join(self, rank: int, incarnation: int, identity: list[str]) -> tuple[int, int]:
-        """-> the round to begin with, and the checkpoint that it comes too late for. While that one is written, nobody may change what the
-        servers have, since it is read from one after the other."""
+        """-> the round to begin with, and the checkpoint that it comes too late for. Where all wait while that one is written, nobody may make updates alone meanwhile."""
         for mine, its, what in zip(self._identity, identity, ("qfleet", "config"), strict=True):
             if mine != its:
                 hint = "Install the same version everywhere." if what == "qfleet" else "Start it with this run's."
                 raise ValueError(f"learner {rank} has {what} {its}, this run {mine}: it cannot join. {hint}")
-        while self._wanted.save > self._complete:
+        while self._together and self._wanted.save > self._complete:
             await self._changed.wait()
         if rank in self.live:
             self.leave(rank)
@@ -165,12 +168,16 @@ class Hub:
             await self._changed.wait()
         return self._orders.save
 
-    async def saved(self, rank: int, step: int) -> None:
-        """Its part of a checkpoint is on disk; returns when all of it is."""
-        self._saved[rank] = step
+    async def saved(self, rank: int, step: int) -> bool:
+        """Its part of a checkpoint is on disk; -> is all of it? It is waited for where all wait for each other anyway."""
+        self._saved[rank] = step, self._steps_of(rank)
         self._news.set()
-        while self._complete < step:
+        while (self._together or self._final) and self._complete < step:
             await self._changed.wait()
+        return self._complete >= step
+
+    def _steps_of(self, rank: int) -> int:
+        return self._newest[rank].steps if rank in self._newest else 0
 
     async def where(self, rank: int, epoch: int, why: str) -> tuple[int, list[Address]]:
         """Servers that are newer than those of that epoch, which failed."""
@@ -264,10 +271,12 @@ class Hub:
     def parts(self, step: int, of: Mapping[int, int]) -> tuple[list[int], list[int]]:
         """Of those that are still there: who has saved its part of that checkpoint, and who has not."""
         there = [rank for rank, incarnation in of.items() if self.live.get(rank) == incarnation]
-        return [r for r in there if self._saved.get(r, 0) >= step], [r for r in there if self._saved.get(r, 0) < step]
+        there_is = {rank for rank, (newest, _) in self._saved.items() if newest >= step}
+        return [r for r in there if r in there_is], [r for r in there if r not in there_is]
 
     def complete(self, step: int) -> None:
         self._complete = step
+        self.order(complete=step)
         self._wake()
 
     def complained(self) -> tuple[int, list[str]]:
@@ -281,9 +290,10 @@ class Hub:
         self._wake()
         return self._epoch
 
-    def state(self) -> State:
-        steps = {str(rank): report.steps for rank, report in self._newest.items()}
-        return {"gone": self._gone, "steps": steps, "total": self._orders.total, "lr_scale": self._orders.lr_scale}
+    def state(self, parts: Collection[int]) -> State:
+        """With the steps that learners had made when they saved their `parts`."""
+        steps = {str(r): self._saved[r][1] if r in parts else self._steps_of(r) for r in self._newest}
+        return {"gone": self._gone, "steps": steps, "total": self._gone + sum(steps.values()), "lr_scale": self._orders.lr_scale}  # fmt: skip
 
     def load_state(self, state: State, present: Collection[int]) -> None:
         """`present`: learners that go on where they were; what the others did is done."""

@@ -14,6 +14,10 @@ AGAIN = 3  # times that a process is killed for want of memory, or in a row befo
 WITH_MACHINE = "ended with its machine"
 
 
+class Remote(Exception):
+    """The traceback of another process."""
+
+
 def reason(error: Exception) -> str:
     """The last line of an actor's traceback."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -62,7 +61,9 @@ class Member(Alone):
         self._together = config.sync.together
         self._round, self._total = 0, 0
         self.stuck: Callable[[], str] = str  # what happened, when its environments do not answer
-        self.save_as, self.saved_as = 0, 0  # steps of the checkpoint to take part in, and of the last one it did
+        # Steps of the checkpoint to take part in, of the one it is saving, and of the last one it did save.
+        self.save_as = self.saving = self.saved_as = 0
+        self.complete = 0  # step of the newest one that all have saved
         self.entered = False  # it has taken part in updates
         self._why = ""  # its group broke, or could not be made
         if not place.late:
@@ -134,6 +135,7 @@ class Member(Alone):
         answer, _ = self._hub.receive()
         self.orders = Orders(*answer)
         self._total, self.stopping, self.lr_scale, self.save_as = self.orders[:4]
+        self.complete = self.orders.complete
 
     def counted(self, own: int, total: int) -> int:
         return total if self._together else own * self.size
@@ -147,20 +149,18 @@ class Member(Alone):
             self.client.joined = False
         self.save_as, _ = self._hub("last", self._report(steps)).receive()
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str, trace: str) -> None:
         """It comes to its end because of an error; so shall the others."""
         if self._pending:
             self._take_orders()
-        self._hub("fail", [self.rank, self._incarnation, what]).receive()
+        self._hub("fail", [self.rank, self._incarnation, what, trace]).receive()
 
-    def wait(self) -> None:
-        """For the rest of a checkpoint."""
+    def wait(self) -> bool:
+        """Its part of the checkpoint `saving` is saved. -> are those of the others?"""
         if self._pending:
             self._take_orders()
-        # Where all are in the same round, none is waited for. Elsewhere some go on with theirs, and may wait for this one.
-        free = self._together or self.client is None or not self.client.joined
-        with contextlib.nullcontext() if free or self.client is None else self.client.aside():
-            self._hub("saved", [self.rank, self.saved_as]).receive()
+        complete, _ = self._hub("saved", [self.rank, self.saving]).receive()
+        return bool(complete)
 
     @property
     def joined(self) -> bool:

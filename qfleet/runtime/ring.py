@@ -134,11 +134,16 @@ class Ring(Member):
             return Copy(Position(learner.updates, 0, 0.0, {}), params, target)
 
     def state(self) -> State:
-        return {} if self._group is None else self._group.state()
+        return self._loaded if self._group is None else self._group.state()
 
     def load_state(self, state: State) -> None:
         """When there is a group again."""
         self._loaded = state
+
+    def fail(self, what: str, trace: str) -> None:
+        with self._whole:
+            self._leave_group(what)  # the others may be waiting for it in an update
+        super().fail(what, trace)
 
     def close(self) -> None:
         self._leave_group()

@@ -55,6 +55,7 @@ class Servers:
         self._blank: set[int] = set()  # servers that were made anew and have nothing yet
         self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
         self._asked_at = time.monotonic()
+        self._cuts = 0  # that were asked for
         self._said: dict[int, int] = {}  # versions that learners had when they were asked for
         self.notes: list[str] = []  # what the user should know
         self._losses = Losses(ray)
@@ -198,11 +199,14 @@ class Servers:
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
     def states(self) -> list[State]:
+        """All of the same version."""
         patience = self._config.sync.heartbeat
         for _ in range(REPAIRS):
-            self.client.flush()
+            self._cuts += 1
+            self.client.flush(self._cuts)
             with unless_lost(self._ray) as why:
-                states: list[State] = self._ray.get([server.state.remote() for server in self.actors], timeout=patience)
+                asked = [server.cut.remote(self._cuts) for server in self.actors]
+                states: list[State] = self._ray.get(asked, timeout=patience)
                 for number, state in enumerate(states):
                     self._keep(number, state)
                 return states

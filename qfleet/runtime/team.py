@@ -80,8 +80,8 @@ class Team(Protocol):
         """Ask everybody to stop at the next meeting."""
         ...
 
-    def wait(self) -> None:
-        """Return when everybody is here."""
+    def wait(self) -> bool:
+        """Return when everybody is here; where nobody waits for anybody, at once. -> is everybody?"""
         ...
 
     def least(self, number: int) -> int:
@@ -118,8 +118,8 @@ class Alone:
     def stop(self) -> None:
         self.stopping = True
 
-    def wait(self) -> None:
-        pass
+    def wait(self) -> bool:
+        return True
 
     def least(self, number: int) -> int:
         return number
@@ -328,9 +328,10 @@ class Ranks:
     def stop(self) -> None:
         self._stop = True
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         with together():
             dist.barrier(group=self._control)
+        return True
 
     def least(self, number: int) -> int:
         least = torch.tensor([number])

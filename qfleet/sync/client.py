@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -142,23 +141,15 @@ class Client:
         self._try(lambda: self._take(self._ask("newest", [self._position.target_version])))
         return self._params
 
-    def flush(self) -> None:
-        """For a checkpoint: what waits for a window becomes a version, and all shards have the newest one."""
-        self._try(lambda: self._servers[0]("flush").receive())
+    def flush(self, cut: int = 0) -> None:
+        """What waits for a window becomes a version, and all shards have the newest one. `cut`: for a checkpoint, they also keep their state there."""
+        self._try(lambda: self._servers[0]("flush", [cut]).receive())
         self.newest()
 
     def leave(self, worker: int | None = None, successor: int = 0) -> None:
         """Nobody waits for this worker, or another one, any more. Incarnations before its successor cannot join again."""
         who = self._worker if worker is None else worker
         self._try(lambda: self._servers[0]("leave", [who, successor]).receive())
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Meanwhile nobody waits for this worker."""
-        self.joined = False
-        self._try(lambda: self._servers[0]("pause", [self._worker]).receive())
-        yield
-        self._join()
 
     def _join(self) -> Reply:
         reply = self._try(lambda: self._take(self._ask("join", [self._worker, self.incarnation])))
@@ -182,8 +173,9 @@ class Client:
         return {"sequence": self._sequence, "codecs": codecs, "local": local, "given": list(self._given[:2])}
 
     def load_state(self, state: State) -> None:
-        """After that of the learner, which has the parameters and the target of then: others may have gone on before the servers were saved."""
-        self._sequence = state["sequence"]
+        """After that of the learner, which has the parameters and the target of then: others, and itself, may have gone on before the servers were saved."""
+        incarnation, newest = self._position.applied.get(self._worker, (-1, -1))
+        self._sequence = max(state["sequence"], newest + 1 if incarnation == self.incarnation else 0)
         version, target_version = state.get("given", (self.version, -1))
         self._given = self._position._replace(version=version, target_version=target_version)
         for codec, saved in zip(self._codecs, state["codecs"], strict=True):

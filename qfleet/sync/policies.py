@@ -87,7 +87,6 @@ class Policy:
         self.progress = 0.0
         self._interval = target_interval
         self.clocks: dict[int, int] = {}  # of live workers
-        self._paused: set[int] = set()
         self._seen: dict[int, tuple[int, int]] = {}  # newest incarnation and sequence of every worker
 
     def restore(self, version: int, progress: float, applied: Mapping[int, tuple[int, int]]) -> None:
@@ -102,19 +101,12 @@ class Policy:
         if newest < incarnation:
             self._seen[worker] = (incarnation, -1)
         others = [clock for w, clock in self.clocks.items() if w != worker]
-        own = self.clocks.get(worker, 0) if worker in self._paused else 0
-        self.clocks[worker] = max(own, min(others, default=0))
-        self._paused.discard(worker)
-
-    def pause(self, worker: int) -> None:
-        """It still takes part, but nobody waits for it until it joins again."""
-        self._paused.add(worker)
+        self.clocks[worker] = min(others, default=0)
 
     def leave(self, worker: int, successor: int = 0) -> list[Commit]:
         """It takes no part any more; what it pushed before stays. -> commits that waited for it alone. Incarnations before its
         `successor` are void: a process that was given up may live for a while, and join again."""
         self.clocks.pop(worker, None)
-        self._paused.discard(worker)
         if self._seen.get(worker, (-1, -1))[0] < successor:
             self._seen[worker] = (successor, -1)
         return []
@@ -235,8 +227,7 @@ class Each(Policy):
     def ready(self, worker: int) -> bool:
         if self._bound is None or worker not in self.clocks:
             return True
-        slowest = min((clock for w, clock in self.clocks.items() if w not in self._paused), default=0)
-        return self.clocks[worker] - slowest <= self._bound
+        return self.clocks[worker] - min(self.clocks.values()) <= self._bound
 
     def _refuse(self, push: Push, staleness: int) -> str:
         if self._limit is not None and staleness > self._limit:

@@ -10,6 +10,7 @@
 |-------------|---------------------------------------------------------|------------------------------------------------|
 | `exchange`  | the policy to let the worker go on                      | pushes of others, `leave`, `tick`              |
 | `fetch`     | the version                                             | `carry_out`                                    |
+| `cut`       | the word of shard 0, between two commits                | `carry_out`                                    |
 
 A push reaches every shard before shard 0 decides on it, so that it is applied as a whole; a version is the same on all of
 them. When a shard is lost, what it had not applied is lost with it: shard 0 drops the pushes that no version has yet, and workers
@@ -19,6 +20,7 @@ that wait for one push it again, to every shard. Everything here runs in one eve
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -69,13 +71,13 @@ class Reply(NamedTuple):
 
 
 class Server:
-    """A shard of the parameters. `forward(commits, discarded)`: on shard 0, tells the others, in order."""
+    """A shard of the parameters. `forward(commits, discarded, cut)`: on shard 0, tells the others, in order."""
 
     def __init__(
         self,
         config: Config,
         initial: Array,
-        forward: Callable[[Sequence[Commit], Sequence[Key]], None] = lambda commits, discarded: None,
+        forward: Callable[[Sequence[Commit], Sequence[Key], int], None] = lambda commits, discarded, cut: None,
     ) -> None:
         sync, c = config.sync, config.learner
         self._forward = forward
@@ -86,6 +88,7 @@ class Server:
         self._codec = codecs.make(sync, len(initial), 0, 0)  # to decode: no state
         self._published: OrderedDict[int, Array] = OrderedDict()
         self._target: tuple[int, Array | None] = (-1, None)
+        self._cut: tuple[int, State] = (0, {})  # the newest one's number, and the state there
         self._changed = asyncio.Event()
 
     def handlers(self) -> dict[str, Handler]:
@@ -97,7 +100,7 @@ class Server:
 
         async def carry_out(args: list[Any], arrays: list[Array]) -> Answer:
             commits = [Commit(c[0], tuple((as_key(k), w) for k, w in c[1]), *c[2:]) for c in args[0]]
-            await self.carry_out(commits, [as_key(k) for k in args[1]])
+            await self.carry_out(commits, [as_key(k) for k in args[1]], args[2])
             return None, ()
 
         async def fetch(args: list[Any], arrays: list[Array]) -> Answer:
@@ -111,13 +114,8 @@ class Server:
             await self.leave(*args)
             return None, ()
 
-        async def pause(args: list[Any], arrays: list[Array]) -> Answer:
-            self.policy.pause(*args)
-            self._wake()
-            return None, ()
-
         async def flush(args: list[Any], arrays: list[Array]) -> Answer:
-            await self._act(self.policy.flush(), [])
+            await self._act(self.policy.flush(), [], *args)
             return None, ()
 
         async def exchange(args: list[Any], arrays: list[Array]) -> Answer:
@@ -126,20 +124,28 @@ class Server:
         async def newest(args: list[Any], arrays: list[Array]) -> Answer:
             return (await self.newest(*args)).packed()
 
-        return {f.__name__: f for f in (stage, carry_out, fetch, join, leave, pause, flush, exchange, newest)}
+        return {f.__name__: f for f in (stage, carry_out, fetch, join, leave, flush, exchange, newest)}
 
     # --- every shard --------------------------------------------------------------------------------------------------
 
     async def stage(self, key: Key, message: Array) -> None:
         self.shard.stage(key, self._codec.decode(message))
 
-    async def carry_out(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+    async def carry_out(self, commits: Sequence[Commit], discarded: Sequence[Key], cut: int = 0) -> None:
         for key in discarded:
             self.shard.discard(key)
         for commit in commits:
             self.shard.commit(commit)
             self._keep()
+        if cut:
+            self._cut = cut, copy.deepcopy(self.state())
         self._wake()
+
+    async def cut(self, number: int) -> State:
+        """The state at that cut: every shard's is of the same version, though pushes go on."""
+        while self._cut[0] < number:
+            await self._change()
+        return self._cut[1]
 
     async def fetch(self, version: int, target_version: int) -> Reply | None:
         """That version; None if it is too old. With the target if the worker has another than `target_version`."""
@@ -184,10 +190,10 @@ class Server:
             await asyncio.sleep(seconds)
             await self._act(self.policy.tick(time.monotonic()), [])
 
-    async def _act(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
-        if commits or discarded:
-            self._forward(commits, discarded)
-            await self.carry_out(commits, discarded)
+    async def _act(self, commits: Sequence[Commit], discarded: Sequence[Key], cut: int = 0) -> None:
+        if commits or discarded or cut:
+            self._forward(commits, discarded, cut)
+            await self.carry_out(commits, discarded, cut)
         else:
             self._wake()
 

@@ -1,6 +1,7 @@
 """Learners and servers that die or hang, on a real Ray."""
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -12,11 +13,13 @@ from onray import Hit, disturbed, trained
 import qfleet
 from qfleet.config import override
 from qfleet.runtime import checkpoint, cluster, servers
+from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.cluster import Fleet
 from qfleet.runtime.hub import Hub, Orders, Report
 from qfleet.runtime.member import Place
 from qfleet.runtime.servers import Servers
 from qfleet.runtime.team import TeamError
+from qfleet.types import State
 
 
 @pytest.mark.parametrize(("mode", "number"), [("sync", signal.SIGKILL), ("async", signal.SIGSTOP)])
@@ -379,3 +382,74 @@ def test_a_learner_that_cannot_be_made_again_ends_the_run(
     disturbed(monkeypatch, [("learner", 1, signal.SIGKILL)])
     with pytest.raises(TeamError, match=r"learner 1 could not be made: .*does not see the run directory"):
         trained(tmp_path / "run", "sync", 10**6)
+
+
+@pytest.mark.parametrize("mode", ["async", "window"])
+def test_who_hangs_does_not_hold_up_the_others_at_a_checkpoint(
+    ray: None, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has saved its part goes on; the checkpoint is complete when who hangs is given up, and the run goes on from it."""
+    save, news, hung, reports = Fleet.save, Fleet._news, list[int](), list[int]()
+
+    def disturbed_save(self: Fleet, *args: Any, **kwargs: Any) -> None:
+        if not hung:
+            hung.append(self._ray.get(self._learners[1].pid.remote()))
+            os.kill(hung[0], signal.SIGSTOP)
+        save(self, *args, **kwargs)
+
+    def counted(self: Fleet, seconds: float) -> Any:
+        learned = news(self, seconds)
+        if hung and self._incarnations[1] == 0 and self._meeting.at_hub(lambda hub: 0 in hub._saved):
+            reports.extend(rank for rank in self.told if rank == 0)
+        return learned
+
+    with monkeypatch.context() as m:
+        m.setattr(Fleet, "save", disturbed_save)
+        m.setattr(Fleet, "_news", counted)
+        run = trained(tmp_path / "run", mode, 20_000, runtime__checkpoint_every=5000, sync__heartbeat=2.0)
+    assert hung and run.stop_reason == "total_steps"
+    assert len(reports) > 10, reports  # rounds between its own part and the end of who hung
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    assert state["cluster"]["incarnations"] == [0, 1]
+    more = qfleet.train(resume=run.dir, total_steps=22_000, progress=False)
+    assert more.stop_reason == "total_steps" and more.metrics[-1]["step"] >= 22_000
+
+
+def test_a_part_that_cannot_be_loaded_leaves_the_checkpoint_as_it_is(ray: None, tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "sync")
+    (rows,) = (run.dir / "learners/1/checkpoints/replay").iterdir()
+    whole = rows.read_bytes()
+    rows.write_bytes(whole[:-10])
+    before = sorted(run.dir.glob("**/checkpoints/**/*"))
+    with pytest.raises(TeamError, match=r"learner 1 failed: CheckpointError: .*damaged") as failed:
+        qfleet.train(resume=run.dir, total_steps=6000, progress=False)
+    folder = (run.dir / "checkpoints/last").resolve()
+    assert failed.value.__notes__ == [f"The last good checkpoint is {run.dir / 'checkpoints' / folder.name}."]
+    assert sorted(run.dir.glob("**/checkpoints/**/*")) == before
+    rows.write_bytes(whole)
+    more = qfleet.train(resume=run.dir, total_steps=6000, progress=False)
+    assert more.stop_reason == "total_steps"
+    state, _ = checkpoint.read((run.dir / "checkpoints/last").resolve())
+    assert state["cluster"]["incarnations"] == [0, 0]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mode", "every"), [("sync", 1000), ("sync", 0), ("async", 1000)])
+def test_a_checkpoint_that_cannot_be_written_is_not_taken_for_one(
+    ray: None, mode: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails once, in the middle of the run or at its end. Whoever waits for the rest of that checkpoint is not waited for."""
+    write, failures = Checkpoints.save_state, list[int]()
+
+    def failing(self: Checkpoints, step: int, state: State) -> None:
+        failures.append(step)
+        if len(failures) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        write(self, step, state)
+
+    monkeypatch.setattr(Checkpoints, "save_state", failing)
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        trained(tmp_path / "run", mode, runtime__checkpoint_every=every)
+    (note,) = failed.value.__notes__
+    assert note == "Saving failed: the one before could not be completed. There is no checkpoint yet."
+    assert len(failures) == 1

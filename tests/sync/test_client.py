@@ -70,9 +70,9 @@ class Running:
         self._listen([first, *others])
         return [first, *others]
 
-    def _forward(self, commits: Sequence[Commit], discarded: Sequence[Key]) -> None:
+    def _forward(self, commits: Sequence[Commit], discarded: Sequence[Key], cut: int) -> None:
         for peer in self.peers:
-            peer("carry_out", [commits, discarded])
+            peer("carry_out", [commits, discarded, cut])
 
     def _listen(self, servers: Sequence[Server]) -> None:
         self.listeners = [Listener(server.handlers(), "token", "127.0.0.1") for server in servers]
@@ -393,14 +393,13 @@ def test_pushes_of_a_window_that_is_open_when_a_shard_is_lost_are_dropped_whole(
 
 
 @pytest.mark.parametrize(("mode", "more"), [("async", {}), ("ssp", {}), ("window", {"window": 1})])
-def test_who_was_aside_goes_on_with_the_target_of_the_others(
+def test_who_was_late_goes_on_with_the_target_of_the_others(
     running: Callable[..., Running], mode: str, more: dict[str, Any]
 ) -> None:
-    """As at a checkpoint: one saves its part and waits, the other is still on its way. What the first one pushes next is as old as it is."""
+    """One does something else, as saving a checkpoint. What it pushes next is as old as it is."""
     on = running(mode, 2, learners=2, learner={"target_interval": 4}, **more)
     clients, pupils = joined(on, 2)
-    with clients[0].aside():
-        update(pupils[1:], 8)
+    update(pupils[1:], 8)
     assert not torch.equal(on.target, Problem(torch.float32).initial)
     update(pupils[:1], 1)
     assert torch.equal(pupils[0].target.data, on.target) and torch.equal(pupils[0].parameters, on.params)
@@ -408,11 +407,32 @@ def test_who_was_aside_goes_on_with_the_target_of_the_others(
     assert counts["sync/stale"] == counts["sync/stale_8"] * 8 == 8
 
 
+def test_a_cut_is_the_same_version_on_all_servers_while_pushes_go_on(running: Callable[..., Running]) -> None:
+    on = running("async", 3, learners=4)
+    clients, pupils = joined(on, 4)
+    problem, cuts = Problem(torch.float32), list[list[Any]]()
+
+    def run(worker: int, pupil: Pupil) -> None:
+        if worker == 3:
+            for number in range(1, 20):
+                clients[3].flush(cut=number)
+                cuts.append([on.call(server.cut(number)).result(LIMIT) for server in on.servers])
+            return
+        for clock in range(100):
+            pupil.sync(problem.worker_grad(pupil.parameters, worker, clock), BATCH)
+
+    at_once(run, pupils)
+    versions = [{state["version"] for state in states} for states in cuts]
+    assert all(len(of_all) == 1 for of_all in versions) and len(set().union(*versions)) > 2, versions
+    assert all(state["applied"] == states[0]["applied"] for states in cuts for state in states)
+
+
 @pytest.mark.parametrize(("mode", "more"), [("async", {}), ("ssp", {}), ("window", {"window": 2})])
 def test_modes_without_a_barrier_resume_with_every_push_once(
     running: Callable[..., Running], mode: str, more: dict[str, Any]
 ) -> None:
-    """One saves its part before the others have come to their end, which change the target network; a window is open. Then all begin anew."""
+    """One saves its part, and goes on; so do the others, later, which change the target network; a window is open. Nobody waits while the servers'
+    states are copied, all of one version. Then all begin anew."""
     settings = {"learner": {"target_interval": 4}, **more}
     on, parts = running(mode, 2, **settings), dict[int, Any]()
     clients, pupils = joined(on, 3)
@@ -422,13 +442,16 @@ def test_modes_without_a_barrier_resume_with_every_push_once(
         parts[worker] = (flat, target, pupils[worker].updates, deepcopy(clients[worker].state()))
 
     update(pupils, 3)
-    with clients[0].aside():
-        saved(0)
-        update(pupils[1:], 12)
-        for worker in (1, 2):
-            saved(worker)
-        clients[0].flush()
-        states = [deepcopy(server.state()) for server in on.servers]
+    saved(0)
+    update(pupils[:1], 5)
+    update(pupils[1:], 12)
+    for worker in (1, 2):
+        saved(worker)
+    clients[0].flush(cut=1)
+    update(pupils, 16)
+    states = [on.call(server.cut(1)).result(LIMIT) for server in on.servers]
+    target = torch.cat([state["target"] for state in states])
+    assert not torch.equal(target, on.target)
     again = running(mode, 2, **settings)
     for server, state in zip(again.servers, states, strict=True):
         server.load_state(state)
@@ -439,20 +462,22 @@ def test_modes_without_a_barrier_resume_with_every_push_once(
         new_pupils[worker].updates = updates
         new_clients[worker].load_state(state)
     position = again.servers[0].shard.position
-    assert position.applied == {0: (0, 2), 1: (0, 11), 2: (0, 11)} and position.progress == pytest.approx(27 / 3)
+    assert position.applied == {0: (0, 4), 1: (0, 11), 2: (0, 11)} and position.progress == pytest.approx(29 / 3)
     assert not torch.equal(again.target, parts[0][1])
     update(new_pupils[:1], 4)
-    assert torch.equal(new_pupils[0].target.data, again.target) and torch.equal(again.target, on.target)
+    assert torch.equal(new_pupils[0].target.data, again.target) and torch.equal(again.target, target)
     counts = new_clients[0].traffic.counts()
     assert counts["sync/stale"] == position.version - parts[0][3]["given"][0] > 0
     update(new_pupils, 20)
     new_clients[0].flush()
     for server in again.servers:
-        assert server.shard.applied == dict.fromkeys(range(3), (0, 19)) and not server.shard.missing
+        assert server.shard.applied == {0: (0, 21), 1: (0, 19), 2: (0, 19)} and not server.shard.missing
     # Pushes are versions, or parts of them: none is missing, and none is there twice.
     commits = [[key for key, _ in commit.parts] for commit in again.servers[0].shard.log]
     keys = sorted(key for commit in commits for key in commit)
-    assert keys == sorted((w, 0, n) for w, first in ((0, 3), (1, 12), (2, 12)) for n in range(first, 20))
+    assert keys == sorted(
+        (w, 0, n) for w, first, end in ((0, 5, 22), (1, 12, 20), (2, 12, 20)) for n in range(first, end)
+    )
     assert [c.version for c in again.servers[0].shard.log] == list(
         range(position.version + 1, again.servers[0].shard.version + 1)
     )

@@ -200,20 +200,3 @@ def test_ssp_lets_the_fast_run_ahead_by_the_bound() -> None:
     assert policy.ready(0)
     policy.join(2, incarnation=1)  # begins where the slowest is
     assert policy.ready(0) and policy.ready(2)
-
-
-def test_nobody_waits_for_a_worker_that_pauses() -> None:
-    """It still takes part: the others' pushes do not weigh more."""
-    policy = made(sync_of("ssp", staleness=1), 2)
-    for sequence in range(2):
-        offer(policy, 0, sequence, 0)
-    assert not policy.ready(0)
-    policy.pause(1)
-    assert policy.ready(0)
-    (commit,) = offer(policy, 0, 2, 0).commits
-    assert commit.lr == 0.5
-    policy.join(1)
-    assert policy.ready(0) and policy.ready(1)  # it goes on where the slowest other is
-    for sequence in range(3, 5):
-        offer(policy, 0, sequence, 0)
-    assert not policy.ready(0)
