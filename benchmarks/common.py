@@ -54,6 +54,12 @@ def record(name: str, values: dict[str, Any]) -> None:
         f.write(json.dumps({**about, **values}) + "\n")
 
 
+def check(missed: Sequence[str]) -> None:
+    """End with an error when a bar is missed, after everything is recorded."""
+    if missed:
+        raise SystemExit("missed: " + "; ".join(missed))
+
+
 def train_command(env: str, recipe: str, folder: str, settings: Sequence[str], *more: str) -> list[str]:
     """`qfleet train`, with settings given as PATH=VALUE."""
     command = [sys.executable, "-m", "qfleet", "train", env, "--recipe", recipe, "--run-dir", f"{folder}/run", *more]

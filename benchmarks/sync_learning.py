@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import median, record
+from common import check, median, record
 
 MODES = ("sync", "async", "window", "ssp", "localsgd", "diloco", "easgd", "admm")
 ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name -> learners, launcher, settings
@@ -30,6 +30,10 @@ ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {  # name -> learners, launch
     "async, 4": (4, "ray", {"sync.mode": "async"}),
     "allreduce, 4": (4, "torchrun", {"sync.mode": "sync"}),
 }  # fmt: skip
+
+
+SOLVED = 475
+MOST_BYTES = {"sync int8, 2": 0.27, "sync topk, 2": 0.025}  # a push's, as a part of fp32's
 
 
 def free_port() -> int:
@@ -75,6 +79,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
     args = parser.parse_args()
     extra = dict(item.split("=", 1) for item in args.set)
+    missed, pushed = list[str](), dict[str, float]()
     for name in args.only:
         runs = []
         for seed in args.seeds:
@@ -91,6 +96,12 @@ def main() -> None:
             flush=True,
         )
         record("sync_learning", {"name": name, "settings": extra, "runs": runs})
+        missed += [f"{name}, seed {run['seed']}: {run['best']:.0f} of {SOLVED}" for run in runs if run["best"] < SOLVED]
+        pushed[name] = middle["megabytes"] / middle["pushes"]
+    for name, most in MOST_BYTES.items():
+        if name in pushed and "sync, 2" in pushed and (part := pushed[name] / pushed["sync, 2"]) > most:
+            missed.append(f"{name}: {part:.3f} of the bytes of fp32, of {most}")
+    check(missed)
 
 
 if __name__ == "__main__":

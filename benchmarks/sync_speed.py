@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import queue
 import time
 from typing import Any
 
 import numpy as np
-from common import RESULTS, median, record
+from common import RESULTS, check, median, record
 
 FRAMES, COLUMNS = 2000, 2
 
@@ -132,7 +133,14 @@ def run(sync: dict[str, Any], slow: float, stall: bool, seconds: float) -> list[
     ]
     for process in processes:
         process.start()
-    found = dict(out.get() for _ in processes)
+    found = dict[int, list[tuple[float, int]]]()
+    while len(found) < len(processes):
+        try:
+            rank, pushed = out.get(timeout=1.0)
+            found[rank] = pushed
+        except queue.Empty:
+            if failed := [process for process in processes if process.exitcode]:
+                raise SystemExit(f"{len(failed)} of the learners failed") from None
     for process in processes:
         process.join()
     if server is not None:
@@ -155,6 +163,15 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+BARS = {  # shares to be reached
+    ("one slowed by 4", "async"): 0.9,
+    ("one slowed by 4", "window"): 0.9,
+    ("one slowed by 4", "ssp, balanced"): 0.8,
+    ("one slowed by 4", "sync, balanced"): 0.8,
+    ("one stalls 2 s every 30 s", "ssp"): 0.9,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0)
@@ -162,7 +179,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stalls", action="store_true", help="only these, with ssp; nothing is drawn")
     args = parser.parse_args()
-    curves: dict[str, dict[str, Any]] = {}
+    curves, missed = dict[str, dict[str, Any]](), list[str]()
     slowed = ("one slowed by 4", 4.0, False, args.seconds, list(MODES))
     some = ["no synchronisation", "ssp"] + ["sync"] * (not args.stalls)
     stalls = ("one stalls 2 s every 30 s", 1.0, True, max(args.seconds, 60.0 + args.warm), some)
@@ -179,9 +196,12 @@ def main() -> None:
         for name in modes:
             share = [sum(r) / sum(base) for r, base in zip(rates[name], rates["no synchronisation"], strict=True)]
             print(f"{title}: {name:20s} {median([sum(r) for r in rates[name]]):7.1f} samples/s = {median(share):.2f} of {limit:.1f}", flush=True)  # fmt: skip
+            if (bar := BARS.get((title, name))) is not None:
+                missed += [f"{title}: {name} {median(share):.2f} of {bar}"] * (median(share) < bar)
             record("sync_speed", {"what": title, "mode": name, "samples_per_second": rates[name], "share": median(share), "shares": share})  # fmt: skip
     if not args.stalls:
         draw(curves)
+    check(missed)
 
 
 def draw(curves: dict[str, dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import median, record
+from common import check, median, record
 
 SIZE = 1_690_000
 
@@ -133,6 +133,7 @@ def main() -> None:
     record("wire", {"milliseconds": got, "ratios": ratios})
     ours.close()
     server.terminate()
+    check([f"{what} takes {ratio:.2f} times as long as Ray's, of 1.5" for what, ratio in ratios.items() if ratio > 1.5])
 
 
 if __name__ == "__main__":
