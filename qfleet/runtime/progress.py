@@ -271,6 +271,7 @@ def _cells(*cells: tuple[str, float | None, str], width: int = 12) -> Text:
     for label, value, form in cells:
         out.append(f"{label} ", style="dim")
         out.append(f"{'-' if value is None else format(value, form):<{width}}")
+    out.rstrip()
     return out
 
 

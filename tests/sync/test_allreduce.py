@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,16 @@ def counted(rank: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def compression(rank: int) -> torch.Tensor:
+    """-> of an agreement in int8: bytes in fp32, bytes sent, numbers."""
+    config = replace(config_of(), sync=sync_of("sync", codec="int8"))
+    learner = Learner(config, Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu"))
+    group = Group(config, learner)
+    group.agree(torch.ones_like(learner.flat.data), BATCH)
+    counts = group.traffic.counts()
+    return torch.tensor([counts["sync/plain_bytes"], counts["sync/bytes"], len(learner.flat.data)])
+
+
 CODECS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {}, "int8": {}, "topk": {"topk": 0.1}, "powersgd": {}}
 ADAM = {"optimizer": "adam", "lr": 1e-2, "grad_clip": 0.05}
 JOBS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -138,6 +149,7 @@ JOBS: dict[str, Callable[[int], torch.Tensor]] = {
     "admm adaptive": lambda r: consensus(r, sync_of("admm", local_steps=5, rho=100.0)),
     "low rank": low_rank,
     "bytes": counted,
+    "compression": compression,
     **{name: lambda r, name=name: compressed(r, name) for name in ("bf16", "int8", "topk")},  # type: ignore[misc]
 }
 
@@ -300,6 +312,13 @@ def test_bytes_are_those_on_the_wire(done: list[dict[str, torch.Tensor]]) -> Non
         numbers = each["bytes"][:, 0] / 10 / 4e5
         expected = torch.tensor([4 / 3, 2 * 0.5, 2 * 0.254, 2 * 0.2, 4 / 3 * 0.908], dtype=torch.float64)
         torch.testing.assert_close(numbers, expected, rtol=2e-3, atol=0)
+
+
+def test_compression_is_against_the_same_agreement_in_fp32(done: list[dict[str, torch.Tensor]]) -> None:
+    """Not against the vector: messages that are gathered go to everybody."""
+    plain, sent, numbers = same(done, "compression").tolist()
+    assert plain == 4 * 4 * numbers // 3
+    assert plain / sent == pytest.approx(4 / 3 / (2 * 0.254), rel=0.01)
 
 
 def take_over(rank: int, folder: str) -> None:
