@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from qfleet.sync.traffic import BUCKETS, STALE
+
 if TYPE_CHECKING:  # rich is imported only for a terminal: it costs 50 ms that a script need not pay
     from rich.console import RenderableType
     from rich.live import Live
@@ -21,6 +23,13 @@ if TYPE_CHECKING:  # rich is imported only for a terminal: it costs 50 ms that a
 
 REFRESH_SECONDS = 0.25
 LEARNERS = 16  # that have a row
+EACH = (  # of these, what is known of it; as wide as 80 columns allow
+    ("samples/s", "samples_per_second", "<7,.0f"),
+    ("MB/s", "mb_per_second", "<6,.1f"),
+    ("waiting", "wait", "<5.0%"),
+    ("stale", "staleness", "<5.2g"),
+    ("rejected", "rejected", ".0%"),
+)
 SHARES = (
     ("pipeline/env", "envs", "green"),
     ("pipeline/act", "acting", "cyan"),
@@ -255,13 +264,14 @@ def widths(shares: list[float], width: int) -> list[int]:
     return cells
 
 
-def _cells(*cells: tuple[str, float | None, str]) -> Text:
+def _cells(*cells: tuple[str, float | None, str], width: int = 12) -> Text:
     from rich.text import Text
 
     out = Text()
     for label, value, form in cells:
         out.append(f"{label} ", style="dim")
-        out.append(f"{'-' if value is None else format(value, form):<12}")
+        out.append(f"{'-' if value is None else format(value, form):<{width}}")
+    out.rstrip()
     return out
 
 
@@ -278,17 +288,22 @@ def _team(values: Mapping[str, float]) -> Iterator[tuple[str, Text]]:
             ("rejected", value("sync/rejected"), ".0%"),
         ),
     )
+    if any(value(name, 0.0) > 0.0 for name in STALE[1:]):
+        yield "staleness", _histogram([value(name, 0.0) for name in STALE])
     ranks = sorted(int(n[8 : n.index("/")]) for n in values if n.startswith("learner_") and n.endswith("/wait"))
     for rank in ranks[:LEARNERS]:
-        about = f"learner_{rank}/"
-        yield (
-            f"learner {rank}",
-            _cells(
-                ("samples/s", value(about + "samples_per_second"), ",.0f"),
-                ("waiting", value(about + "wait"), ".0%"),
-                ("stale", value(about + "staleness"), ".2g"),
-            ),
-        )
+        found = [(label, value(f"learner_{rank}/{name}"), form) for label, name, form in EACH]
+        yield f"learner {rank}", _cells(*(cell for cell in found if cell[1] is not None), width=0)
+
+
+def _histogram(parts: list[float]) -> Text:
+    """How many pushes were how stale: 0: 50%, 1: 48%, 2-3: 2%."""
+    from rich.text import Text
+
+    last = [str(high - 1) for high in BUCKETS[1:]]
+    names = [str(low) if str(low) == to else f"{low}-{to}" for low, to in zip(BUCKETS, last, strict=False)]
+    names.append(f"{BUCKETS[-1]}+")
+    return Text(", ".join(f"{n}: {part:.0%}" for n, part in zip(names, parts, strict=True) if part >= 0.005))
 
 
 def _stacked(shares: list[tuple[str, float, str]], width: int = 60) -> tuple[Text, Text]:

@@ -290,6 +290,8 @@ class Ranks:
         learner.flat.data.copy_(common)
         learner.target.copy_(learner.flat)
         self._learner, self._group = learner, Group(self._config, learner, self._on_device)
+        for rank in range(self.size):
+            self.traffic.told(rank, 0, 0.0)
         learner.sync = self._agree
         self._divide()
 
@@ -302,18 +304,20 @@ class Ranks:
         return True
 
     def meet(self, steps: int) -> int:
-        everybody = torch.zeros(3 + 2 * self.size, dtype=torch.float64)
+        everybody = torch.zeros(3 + 3 * self.size, dtype=torch.float64)
         everybody[:3] = torch.tensor([steps, self._stop, self.lr_scale if self.rank == 0 else 0.0])
-        everybody[3 + 2 * self.rank : 5 + 2 * self.rank] = torch.tensor(
-            self._group.work.tell() if self._group else (0, 0.0)
-        )
+        if self._group is not None:
+            mine = (*self._group.work.tell(), self.traffic.seconds)
+            everybody[3 + 3 * self.rank : 6 + 3 * self.rank] = torch.tensor(mine, dtype=torch.float64)
         with together():
             dist.all_reduce(everybody, group=self._control)
-        total, stops, self.lr_scale, *worked = everybody.tolist()
-        if self._balance is not None:
-            for rank in range(self.size):
-                self._balance.saw(rank, *worked[2 * rank : 2 * rank + 2])
-            self._divide()
+        total, stops, self.lr_scale, *told = everybody.tolist()
+        for rank in range(self.size if self._group is not None else 0):
+            samples, worked, waited = told[3 * rank : 3 * rank + 3]
+            self.traffic.told(rank, samples, waited)
+            if self._balance is not None:
+                self._balance.saw(rank, samples, worked)
+        self._divide()
         self.stopping = stops > 0
         return int(total)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ class Group:
         self._config, self._learner = config, learner
         self._on_device = on_device and config.sync.codec == "fp32"
         self.work, self.traffic = Work(), Traffic()
+        self._samples = 0  # since the last exchange
         flat = learner.flat
         momentum = momentum_of(config)
         learner.optimizer.momentum -= momentum
@@ -33,25 +33,34 @@ class Group:
         self._centre: allreduce.Centre | None = None
         self._local: Local | None = None
         if config.sync.mode not in GRADIENT_MODES:
-            self._centre = allreduce.Centre(config.sync, self._mean, flat.data.cpu())
+            self._centre = allreduce.Centre(config.sync, self._agreed, flat.data.cpu())
             interval = config.learner.target_interval
             self._local = Local(config.sync, interval, dist.get_world_size(), flat.data, self._centre)
 
     def agree(self, grad: Tensor, samples: int) -> None:
         """In the place of the learner's own `apply`."""
         if self._local is None and not self._on_device:
-            vector = grad.cpu()  # which waits for the device: not time spent agreeing
+            vector = grad.cpu()  # which waits for the device: the learner's own work
         else:
             vector = grad
-        began, sent = time.perf_counter(), self._mean.bytes_sent
+        self._samples += samples
         with self.work.done(samples, self._learner.began):
             if self._local is None:
-                self._learner.apply(self._mean(vector, samples).to(grad.device))
+                self._learner.apply(self._agreed(vector, samples).to(grad.device))
             else:
                 self._local.step(self._learner, grad, samples)
-        if self._mean.bytes_sent > sent:
-            self.traffic.pushed(samples, self._mean.bytes_sent - sent, grad.nbytes)
-        self.traffic.seconds += time.perf_counter() - began
+
+    def _agreed(self, vector: Tensor, weight: float) -> Tensor:
+        """The mean over all, and what it took."""
+        used = self._mean.used
+        sent, waited = used.bytes, used.seconds
+        try:
+            mean = self._mean(vector, weight)
+        finally:
+            self.traffic.seconds += used.seconds - waited
+        self.traffic.pushed(self._samples, used.bytes - sent, allreduce.reduced(vector.nbytes))
+        self._samples = 0
+        return mean
 
     @torch.no_grad()
     def adopt(self) -> None:

@@ -36,14 +36,27 @@ def test_the_table_has_a_row_for_every_learner() -> None:
     progress._values = VALUES | {
         "sync/pushes_per_second": 12.0, "sync/mb_per_second": 3.4, "sync/compression": 3.9, "sync/rejected": 0.1,
         "learner_0/samples_per_second": 1234.0, "learner_0/wait": 0.25, "learner_1/samples_per_second": 321.0, "learner_1/wait": 0.5, "learner_1/staleness": 0.5,
+        "learner_12/samples_per_second": 12345.0, "learner_12/mb_per_second": 123.46, "learner_12/wait": 1.0, "learner_12/staleness": 0.98, "learner_12/rejected": 0.25,
     }  # fmt: skip
     text = drawn(progress)
     assert "MB/s 3.40" in text and "compressed 3.9" in text and "rejected 10%" in text
     rows = {line.split()[2]: line for line in text.splitlines() if "learner " in line and "samples/s" in line}
     assert "1,234" in rows["0"] and "25%" in rows["0"]
     assert "321" in rows["1"] and "50%" in rows["1"] and "stale 0.5" in rows["1"]
+    assert "samples/s 12,345 MB/s 123.5 waiting 100% stale 0.98 rejected 25%" in rows["12"]
+    assert "MB/s" not in rows["0"] and "rejected" not in rows["0"]  # under a launcher they are not known
     progress._values = dict(VALUES)
     assert "learner 0" not in drawn(progress)
+
+
+def test_the_table_says_how_stale_pushes_were() -> None:
+    progress = Progress(100, "run", interactive=True)
+    progress._values = VALUES | {"sync/pushes_per_second": 12.0, "sync/stale_0": 0.5, "sync/stale_1": 0.475, "sync/stale_2": 0.022, "sync/stale_4": 0.003, "sync/stale_8": 0.0}  # fmt: skip
+    assert "staleness 0: 50%, 1: 48%, 2-3: 2% " in " ".join(drawn(progress).split())
+    progress._values |= {"sync/stale_4": 0.2, "sync/stale_8": 0.3}
+    assert "4-7: 20%, 8+: 30%" in drawn(progress)
+    progress._values |= {"sync/stale_0": 1.0} | {f"sync/stale_{low}": 0.0 for low in (1, 2, 4, 8)}
+    assert "staleness" not in drawn(progress)
 
 
 def test_a_plain_line_shows_everything_known(capsys):

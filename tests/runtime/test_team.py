@@ -63,7 +63,8 @@ def free_port() -> int:
 def rows(run: Path) -> list[dict[str, Any]]:
     """What does not depend on time."""
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time", "pipeline", "sync"))} for row in metrics.read(run)
+        {k: v for k, v in row.items() if not k.startswith(("time", "pipeline", "sync", "learner"))}
+        for row in metrics.read(run)
     ]
 
 
@@ -94,6 +95,15 @@ def test_learners_share_the_work_and_hold_the_same_parameters(whole: Path) -> No
     assert rates[-1] == pytest.approx(8, rel=0.05)
     episodes = [state["collector"]["episodes"]["returns"] for state in (first, second)]
     assert episodes[0] != episodes[1]  # other seeds
+
+
+def test_every_learner_has_metrics_with_the_first(whole: Path) -> None:
+    found = [row for row in metrics.read(whole) if "learner_1/wait" in row]
+    assert len(found) > 2
+    for row in found:
+        assert row["learner_0/samples_per_second"] == row["learner_1/samples_per_second"] > 0  # in the same rounds
+        assert all(0 < row[f"learner_{rank}/wait"] < 1 for rank in (0, 1))
+    assert any(row["learner_0/wait"] != row["learner_1/wait"] for row in found)
 
 
 def test_the_same_run_again_is_the_same(whole: Path, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import socket
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,45 @@ def compressed(rank: int, codec: str) -> torch.Tensor:
     return torch.stack([mean(x, weight=1.0 + rank) for _ in range(300)])
 
 
+def bytes_sent() -> int:
+    """By the TCP connections of this process, without what was sent again: as the kernel counts (struct tcp_info)."""
+    total = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(fd))) as s:
+                info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # no such socket
+            continue
+        sent, again = struct.unpack_from("QQ", info, 200)
+        total += sent - again
+    return total
+
+
+def counted(rank: int) -> torch.Tensor:
+    """Of every codec what ten agreements sent: as was counted, and by the kernel's count."""
+    rows = []
+    for codec, more in CODECS.items():
+        mean = allreduce.make(sync_of("sync", codec=codec, **more), [(torch.Size((100, 100)), 0)], 100_000, seed=1)
+        dist.barrier()
+        before = bytes_sent()
+        for _ in range(10):
+            mean(torch.ones(100_000), 1.0)
+        dist.barrier()
+        rows.append([mean.used.bytes, bytes_sent() - before])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def compression(rank: int) -> torch.Tensor:
+    """-> of an agreement in int8: bytes in fp32, bytes sent, numbers."""
+    config = replace(config_of(), sync=sync_of("sync", codec="int8"))
+    learner = Learner(config, Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu"))
+    group = Group(config, learner)
+    group.agree(torch.ones_like(learner.flat.data), BATCH)
+    counts = group.traffic.counts()
+    return torch.tensor([counts["sync/plain_bytes"], counts["sync/bytes"], len(learner.flat.data)])
+
+
+CODECS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {}, "int8": {}, "topk": {"topk": 0.1}, "powersgd": {}}
 ADAM = {"optimizer": "adam", "lr": 1e-2, "grad_clip": 0.05}
 JOBS: dict[str, Callable[[int], torch.Tensor]] = {
     "sgd float64": lambda r: gradients(r, config_of(), sync_of("sync"), torch.float64),
@@ -106,6 +148,8 @@ JOBS: dict[str, Callable[[int], torch.Tensor]] = {
     "admm": lambda r: consensus(r, sync_of("admm", local_steps=5, rho=0.3, rho_adapt=False)),
     "admm adaptive": lambda r: consensus(r, sync_of("admm", local_steps=5, rho=100.0)),
     "low rank": low_rank,
+    "bytes": counted,
+    "compression": compression,
     **{name: lambda r, name=name: compressed(r, name) for name in ("bf16", "int8", "topk")},  # type: ignore[misc]
 }
 
@@ -260,15 +304,21 @@ def test_a_server_and_all_reduce_agree(done: list[dict[str, torch.Tensor]]) -> N
     torch.testing.assert_close(seen, same(done, "diloco 5")[1], rtol=0, atol=1e-12)
 
 
-def test_bytes_are_counted(tmp_path: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
-    try:
-        for codec, most in (("fp32", 1.01), ("bf16", 0.55), ("int8", 0.3), ("topk", 0.04)):
-            mean = allreduce.make(sync_of("sync", codec=codec), PLACES, 4096, seed=1)
-            mean(torch.ones(4096), 1.0)
-            assert 0 < mean.bytes_sent <= most * 4 * 4096, codec
-    finally:
-        dist.destroy_process_group()
+def test_bytes_are_those_on_the_wire(done: list[dict[str, torch.Tensor]]) -> None:
+    """A ring of three: vectors that are reduced go round as 4/3 of their size, messages that are gathered as twice theirs."""
+    for each in done:
+        for (codec, _), (ours, kernels) in zip(CODECS.items(), each["bytes"].tolist(), strict=True):
+            assert ours <= kernels <= 1.02 * ours, codec
+        numbers = each["bytes"][:, 0] / 10 / 4e5
+        expected = torch.tensor([4 / 3, 2 * 0.5, 2 * 0.254, 2 * 0.2, 4 / 3 * 0.908], dtype=torch.float64)
+        torch.testing.assert_close(numbers, expected, rtol=2e-3, atol=0)
+
+
+def test_compression_is_against_the_same_agreement_in_fp32(done: list[dict[str, torch.Tensor]]) -> None:
+    """Not against the vector: messages that are gathered go to everybody."""
+    plain, sent, numbers = same(done, "compression").tolist()
+    assert plain == 4 * 4 * numbers // 3
+    assert plain / sent == pytest.approx(4 / 3 / (2 * 0.254), rel=0.01)
 
 
 def take_over(rank: int, folder: str) -> None:

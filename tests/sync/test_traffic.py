@@ -21,5 +21,20 @@ def test_counts_become_rates() -> None:
     assert shares == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3])
 
 
+def test_learners_that_tell_each_other_have_rates_of_their_own() -> None:
+    traffic = Traffic()
+    traffic.told(1, 0, 0.0)
+    before = traffic.counts()
+    traffic.pushed(64, size=100, plain=400)
+    for seconds in (1.0, 1.5):
+        traffic.told(1, 32, seconds)
+    passed = {name: value - before[name] for name, value in traffic.counts().items()}
+    got = rates(passed, wall=4.0)
+    assert {name: got[name] for name in got if name.startswith("learner")} == {
+        "learner_1/samples_per_second": 16.0,
+        "learner_1/wait": 0.375,
+    }
+
+
 def test_nothing_is_said_where_nothing_was_pushed() -> None:
     assert rates({}, 1.0) == {} and rates(Traffic().counts(), 1.0) == {}

@@ -1,0 +1,60 @@
+"""What a group's agreements cost, as metrics show it: in one process, with a clock that the test moves."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fleet import config_of
+
+from qfleet.config import override
+from qfleet.learner import Learner
+from qfleet.sync.codecs import Int8
+from qfleet.sync.group import Group
+from qfleet.sync.traffic import rates
+from qfleet.types import Spec
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("sync", "exchanges"), [({}, 4), ({"codec": "int8"}, 4), ({"mode": "diloco", "local_steps": 2}, 2)]
+)
+def test_only_time_with_the_others_is_waiting(
+    sync: dict[str, Any], exchanges: int, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def takes(seconds: float, owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    config = override(config_of(), {f"sync.{name}": value for name, value in sync.items()})
+    learner = Learner(config, Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu"))
+    group = Group(config, learner)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    takes(100.0, learner, "optimize")
+    takes(10.0, Int8, "encode")
+    takes(10.0, Int8, "decode")
+    takes(1.0, dist, "all_reduce")
+    takes(1.0, dist, "all_gather")
+    for _ in range(4):
+        group.agree(torch.ones_like(learner.flat.data), 8)
+    counts = group.traffic.counts()
+    assert now >= 400.0 and counts["sync/wait"] == exchanges
+    assert counts["sync/pushes"] == exchanges and counts["sync/samples"] == 32, "also those of updates on its own"
+    assert counts["sync/bytes"] == 0 and "sync/compression" not in rates(counts, 1.0), "nobody else is in the group"
