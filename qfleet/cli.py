@@ -381,12 +381,17 @@ COMMANDS: dict[str, Callable[..., int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, 2 for input that cannot work, 1 for a run that failed, 128 + n after signal n."""
     try:
-        command = parse(sys.argv[1:] if argv is None else argv)
+        try:
+            command = parse(sys.argv[1:] if argv is None else argv)
+        except SystemExit as e:  # argparse, after --help
+            return int(e.code or 0)
         code = COMMANDS[command.name](**command.args)
         sys.stdout.flush()
         return code
-    except SystemExit as e:  # argparse, after --help
-        return int(e.code or 0)
+    except SystemExit as e:  # no command of ours exits
+        from qfleet.runtime.train import exited
+
+        raise exited(e) from e
     except KeyboardInterrupt as e:
         e.args = ("interrupted",)
         return fail(e, 128 + signal.SIGINT)

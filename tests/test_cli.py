@@ -321,7 +321,8 @@ def test_a_run_that_is_not_there_and_one_that_never_came_to_a_checkpoint(tmp_pat
     words = ["train", "CartPole-v1", "--total-steps", "600", "--run-dir", str(run), "--device", "cpu"]
     assert main(words) == 0
     shutil.rmtree(run / "checkpoints")
-    (run / "events.out.tfevents.0.0.elsewhere").touch()
+    (run / "events.out.tfevents.0000000000.0000.elsewhere.1").touch()
+    (run / "learners/1/checkpoints/step_000000600").mkdir(parents=True)
     assert "its place" not in capsys.readouterr().out
     assert main(["eval", str(run)]) == 2
     assert "holds no checkpoint: the run ended before its first one" in capsys.readouterr().err
@@ -329,7 +330,7 @@ def test_a_run_that_is_not_there_and_one_that_never_came_to_a_checkpoint(tmp_pat
     assert (
         f"{run} held a run that ended before its first checkpoint: this one takes its place" in capsys.readouterr().out
     )
-    assert len(list(run.glob("events.out.*"))) == 1
+    assert len(list(run.glob("events.out.*"))) == 1 and not (run / "learners").exists()
 
 
 def test_a_value_error_of_ours_is_one_line_and_one_from_elsewhere_keeps_its_traceback(monkeypatch, tmp_path, capsys):
@@ -340,6 +341,12 @@ def test_a_value_error_of_ours_is_one_line_and_one_from_elsewhere_keeps_its_trac
         main(["eval", "r"])
     monkeypatch.setattr(qfleet, "evaluate", raising(RuntimeError("unexpected")), raising=False)
     with pytest.raises(RuntimeError):
+        main(["eval", "r"])
+
+
+def test_an_environment_that_calls_sys_exit_does_not_pass_for_a_success(monkeypatch):
+    monkeypatch.setattr(qfleet, "evaluate", raising(SystemExit()), raising=False)
+    with pytest.raises(RuntimeError, match=r"the environment called sys.exit\(\)\. Let it raise an error"):
         main(["eval", "r"])
 
 

@@ -6,9 +6,10 @@ has arrived. So the collector always holds one incomplete row: the newest observ
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -124,9 +125,8 @@ class Collector:
         self._now_first.fill(True)
         self.actor.begin_round(self.ticks)
         for g, (envs, columns) in enumerate(zip(self.groups, self._columns, strict=True)):
-            self.waiting = (g, time.perf_counter())
-            obs = envs.reset(None if seed is None else seed + g)
-            self.waiting = None
+            with self._awaiting(g):
+                obs = envs.reset(None if seed is None else seed + g)
             self.actor.observe(g, obs, self._now_first[columns])
         if self._ahead:
             for g in range(len(self.groups)):
@@ -138,19 +138,25 @@ class Collector:
         self.actor.begin_round(self.ticks)
         self._staging.reverse()
         into = self._staging[0]
+        for t in range(self.config.rows_per_round):
+            for g in range(len(self.groups)):
+                if not self._ahead:  # with the parameters of this round
+                    self.actor.begin(g)
+                    self._begin(g, self.ticks)
+                self._finish(g, t, into)
+                if self._ahead:
+                    self._begin(g, self.ticks + 1)
+            self.ticks += 1
+        return Step(self.actor.rows(), *map(torch.from_numpy, into))
+
+    @contextlib.contextmanager
+    def _awaiting(self, g: int) -> Iterator[None]:
+        """Around whatever environments do that may take long. `_begin` and `_finish` write it out: they have no microsecond to spare."""
+        self.waiting = (g, time.perf_counter())
         try:
-            for t in range(self.config.rows_per_round):
-                for g in range(len(self.groups)):
-                    if not self._ahead:  # with the parameters of this round
-                        self.actor.begin(g)
-                        self._begin(g, self.ticks)
-                    self._finish(g, t, into)
-                    if self._ahead:
-                        self._begin(g, self.ticks + 1)
-                self.ticks += 1
+            yield
         finally:
             self.waiting = None  # also for environments that fail
-        return Step(self.actor.rows(), *map(torch.from_numpy, into))
 
     def _begin(self, g: int, tick: int) -> None:
         """Choose the actions of a group and send them."""
@@ -164,16 +170,20 @@ class Collector:
         sent = time.perf_counter()
         self.act_seconds += sent - began
         self.waiting = (g, sent)
-        self.groups[g].send(action)
-        self.waiting = None
+        try:
+            self.groups[g].send(action)
+        finally:
+            self.waiting = None
         self.env_seconds += time.perf_counter() - sent
 
     def _finish(self, g: int, t: int, into: _Staging) -> None:
         """What the step in flight gave completes row t of a group."""
         began, c = time.perf_counter(), self._columns[g]
         self.waiting = (g, began)
-        s, self._received[g] = self._received[g] or self.groups[g].recv(), None
-        self.waiting = None
+        try:
+            s, self._received[g] = self._received[g] or self.groups[g].recv(), None
+        finally:
+            self.waiting = None
         stepped = time.perf_counter()
         self.actor.stage(g, t)
         self.actor.observe(g, s.obs, s.first)
@@ -222,13 +232,7 @@ class Collector:
 
     def state(self, stuck: bool = False) -> State:
         """`stuck`: without the environments, which do not answer."""
-        if self._ahead and not stuck:  # nothing may move while the environments are looked at
-            for g, envs in enumerate(self.groups):
-                if self._received[g] is None:
-                    self.waiting = (g, time.perf_counter())
-                    self._received[g] = EnvStep(*(field.copy() for field in envs.recv()))
-                    self.waiting = None
-        saved = [] if stuck else [state for envs in self.groups if (state := envs.state()) is not None]
+        saved = [] if stuck else self._states()
         received = [s._asdict() for s in self._received if s is not None]
         return {
             "steps": self.steps,
@@ -243,6 +247,19 @@ class Collector:
             "hold_left": self._hold_left,
         }
 
+    def _states(self) -> list[State]:
+        """Of the groups that have one."""
+        if self._ahead:  # nothing may move while the environments are looked at
+            for g, envs in enumerate(self.groups):
+                if self._received[g] is None:
+                    with self._awaiting(g):
+                        self._received[g] = EnvStep(*(field.copy() for field in envs.recv()))
+        saved = []
+        for g, envs in enumerate(self.groups):
+            with self._awaiting(g):
+                saved.append(envs.state())
+        return [state for state in saved if state is not None]
+
     def load_state(self, state: State) -> None:
         """Continue; where environments have no state to restore (their notes say so), new episodes begin."""
         self.steps, self.ticks = state["steps"], state["ticks"]
@@ -251,9 +268,8 @@ class Collector:
             self.start(rng.derive(self.config.seed, f"resume {self.ticks}"))
             return
         for g, saved in enumerate(in_order(state["envs"], len(self.groups))):
-            self.waiting = (g, time.perf_counter())
-            self.groups[g].load_state(saved)
-            self.waiting = None
+            with self._awaiting(g):
+                self.groups[g].load_state(saved)
         if self._ahead:
             self._received = [EnvStep(**s) for s in in_order(state["received"], len(self.groups))]
         self._sent[:] = state["sent"]

@@ -95,7 +95,7 @@ class Evaluator:
             self._running = Future()
             try:
                 self._running.set_result(self._play(seed, step))
-            except Exception as e:  # raised by `result`, as beside
+            except BaseException as e:  # raised by `result`, as beside
                 self._running.set_exception(e)
 
     def result(self, wait: bool = False) -> Evaluation | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports torch, which those who only read metrics do with
     from qfleet.learner import Learned
 
 FILE_NAME = "metrics.jsonl"
+EVENTS = f"events.out.tfevents.{'[0-9]' * 10}.{'[0-9]' * 4}.*.*"  # as EventFile names them; other programs leave out our number
 SHARES = ("env", "act", "learn", "transfer", "wait", "wait_actions")  # of the time, in seconds on the clock
 Row = dict[str, float]
 
@@ -97,7 +98,7 @@ class Metrics:
         else:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
             if resume_bytes is None:  # of a run that ended before its first checkpoint
-                for events in run_dir.glob("events.out.tfevents.*"):
+                for events in run_dir.glob(EVENTS):
                     events.unlink()
         self._start = time.monotonic() - last.get("time", 0.0)
         purge_step = None if resume_bytes is None else int(last.get("step", -1)) + 1

@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -16,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -40,6 +39,7 @@ from qfleet.types import State
 AGAIN = 1.0  # seconds in which a second signal is an echo of the first
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EVALUATION_SHARE = 4  # an evaluation beside the training has this part of the cores: its threads spin while they wait
+ERRORS = (Exception, SystemExit)  # what environments, which are the user's code, may raise
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
 
 
@@ -115,7 +115,7 @@ class Trainer:
             if self._new:  # a run that never began leaves nothing behind
                 shutil.rmtree(run_dir, ignore_errors=True)
             if isinstance(e, KeyboardInterrupt):
-                e.add_note("The run had not begun yet.")
+                e.add_note("The last checkpoint is unchanged." if resume else "The run had not begun yet.")
             if isinstance(e, torch.OutOfMemoryError):
                 raise ConfigError(out_of_memory(config, e)) from None
             raise
@@ -131,6 +131,7 @@ class Trainer:
         self._new = absent
         if not resume and (run_dir / "config.yaml").exists():
             progress.message(f"{run_dir} held a run that ended before its first checkpoint: this one takes its place")
+            shutil.rmtree(run_dir / "learners", ignore_errors=True)
         for line in worker.summary():
             progress.message(line)
         if given.learner.compile == "on" and config.learner.compile == "off":
@@ -170,7 +171,19 @@ class Trainer:
 
     def run(self) -> None:
         """Train until total_steps, an early stop or a signal; each of these leaves a checkpoint."""
-        previous = catch_signals(self._signalled)
+        try:
+            previous = catch_signals(self._signalled)
+            try:
+                self._run()
+            finally:
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+        except BaseException as e:
+            self._close(e)
+            raise
+        self._close(None)
+
+    def _run(self) -> None:
         if self.worker.over:
             self.stop_reason = "total_steps"  # a finished run, resumed
         try:
@@ -188,20 +201,16 @@ class Trainer:
                 self.stop_reason, self.signal = "signal", signal.SIGTERM
             self._save()
         except Stuck as e:  # the thread it hangs in cannot be joined
+            self._unwatch()
             self._stuck(str(e))
-        except Exception as e:
-            error = self._failed(e)
+        except ERRORS as e:
+            error = self._failed(exited(e) if isinstance(e, SystemExit) else e)
             if error is e:
                 raise
             raise error from error.__cause__
-        else:
-            if self.worker.failure is not None:
-                self.worker.failure.add_note(self._saved)
-                raise self.worker.failure
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            self._close(sys.exception())
+        if self.worker.failure is not None:
+            self.worker.failure.add_note(self._saved)
+            raise self.worker.failure
 
     def close(self) -> None:
         self._open.close()
@@ -210,18 +219,16 @@ class Trainer:
         """What goes wrong now must not hide why the run fails."""
         try:
             self.close()
-        except Stuck as e:
-            if failing is not None:
-                traceback.print_exception(failing)
-            end(str(e), self.config.runtime.watchdog)
-        except Exception as e:
+        except Stuck as e:  # a signal stopped the run before its evaluation had ended
+            self._end(str(e), "" if failing is not None else self._saved, failing)
+        except ERRORS as e:
             if failing is None:
                 raise
             failing.add_note(f"Closing failed, too: {e}")
 
     def _failed(self, error: Exception) -> Exception:
         """-> what to raise for it, with what became of the run."""
-        self._unwatch()  # the watchdog would save, too
+        self._unwatch()  # it would save, too; what is asked of environments from now on is watched where it is asked
         if isinstance(error, torch.OutOfMemoryError):
             error = TrainingError(f"{out_of_memory(self.config, error)} {self._last_checkpoint()}")
         elif isinstance(error, OSError) and error.errno in DISK_FULL:
@@ -239,11 +246,35 @@ class Trainer:
         """Save what can be saved when environments fail, most likely -> what became of it."""
         if isinstance(error, TeamError) or self._one_of_several:  # others are lost, too, or do not know
             return self._last_checkpoint()
+        return self._save_what_answers(stuck=not self._between, failing=error)
+
+    def _save_what_answers(self, stuck: bool, failing: Exception | None = None) -> str:
+        """`stuck`: without the environments; they are left out, too, where they fail or hang while they are asked for their state
+        -> what became of it. `failing`: why the run ends, if it is not that they hang."""
         try:
-            self._save(stuck=not self._between)
-        except Exception as e:  # what has failed must be said, whatever fails now
+            if not stuck:
+                try:
+                    with self._watching(failing):
+                        self._save()
+                    return self._saved
+                except ERRORS as e:
+                    if isinstance(e, TrainingError) or not isinstance(self.worker, Worker):
+                        raise
+            self._save(stuck=True)
+        except ERRORS as e:  # what has failed must be said, whatever fails now
             return f"Saving failed: {e}. {self._last_checkpoint()}"
         return self._saved
+
+    def _watching(self, failing: Exception | None) -> AbstractContextManager[object]:
+        """A watchdog for environments that are asked for their state when the run ends."""
+
+        def stuck() -> None:
+            self._stuck(self.worker.awaited(), training=True, failing=failing)
+
+        seconds = self.config.runtime.watchdog
+        return (
+            contextlib.closing(Watchdog(self.worker.waiting, seconds, stuck)) if seconds else contextlib.nullcontext()
+        )
 
     @property
     def _one_of_several(self) -> bool:
@@ -268,7 +299,7 @@ class Trainer:
         awaited = self.worker.awaited()
         self._stuck(awaited or "the evaluation's environments", training=bool(awaited))
 
-    def _stuck(self, who: str, training: bool = False) -> None:
+    def _stuck(self, who: str, training: bool = False, failing: Exception | None = None) -> NoReturn:
         """Save and end the process. `training`: without the environments of the training, which do not answer."""
         message = ""
         try:
@@ -276,18 +307,21 @@ class Trainer:
                 if self._new:  # it leaves nothing behind
                     shutil.rmtree(self.run_dir, ignore_errors=True)
             elif self._one_of_several:
-                message = f" {self._last_checkpoint()}"
+                message = self._last_checkpoint()
             else:
-                self._save(stuck=training)
-                message = f" {self._saved}"
-        except Exception as e:  # whatever fails here, the process must end, and say why
-            message = f" Saving failed: {e}. {self._last_checkpoint()}"
-        finally:
-            self.progress.close()
-            self.worker.kill()
-            self.evaluator.kill()
-            before = "" if self.worker.failure is None else f" Before that, {self.worker.failure}."
-            end(who, self.config.runtime.watchdog, before + message)
+                message = self._save_what_answers(stuck=training)
+        finally:  # whatever fails here, the process must end, and say why
+            self._end(who, message, failing)
+
+    def _end(self, who: str, message: str, failing: BaseException | None) -> NoReturn:
+        """End the process, and what would be left behind. `failing`: why the run had ended before."""
+        self.progress.close()
+        self.worker.kill()
+        self.evaluator.kill()
+        if failing is not None:
+            traceback.print_exception(failing)
+        before = "" if self.worker.failure is None else f" Before that, {self.worker.failure}."
+        end(who, self.config.runtime.watchdog, before + (message and f" {message}"))
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
@@ -498,6 +532,14 @@ def catch_signals(caught: Callable[[int], None]) -> dict[int, Any]:
             os._exit(128 + number)
 
     return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def exited(error: SystemExit) -> RuntimeError:
+    """Of an environment: it would end the program without a word."""
+    code = "" if error.code is None else repr(error.code)
+    why = RuntimeError(f"the environment called sys.exit({code}). Let it raise an error, or end the episode, instead.")
+    why.__cause__ = error
+    return why
 
 
 def crossed(before: int, after: int, every: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -90,6 +92,28 @@ def test_held_actions_are_in_the_state() -> None:
     b.load_state(a.state())
     assert (a._hold_left > 0).any()
     np.testing.assert_array_equal(actions_of(a, 3), actions_of(b, 3))
+
+
+@pytest.mark.parametrize("what", ["reset", "send", "recv", "state", "load_state"])
+def test_nobody_is_waited_for_once_it_has_failed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = collector()
+    state = c.state()
+    seen = []
+
+    def fail(*args: Any) -> Any:
+        seen.append(c.waiting)
+        raise ConnectionRefusedError("the simulator hung up")
+
+    monkeypatch.setattr(c.groups[0], what, fail)
+    with pytest.raises(ConnectionRefusedError):
+        c._ahead = what in ("send", "recv")  # of steps in flight
+        if what == "reset" or what == "send":
+            c.start()
+        elif what == "load_state":
+            c.load_state(state)
+        else:
+            c.state()
+    assert len(seen) == 1 and seen[0] is not None and c.waiting is None
 
 
 def test_holding_changes_later_actions_not_the_draws() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -124,7 +125,7 @@ class Odd(Exception):
 
 class Hanging(Saved):
     """Never returns from a step (in its second episode), or from its first reset, once the file it is told to look for exists, if it is the first to find
-    it; or dies, or raises."""
+    it; or dies, exits, or raises."""
 
     def __init__(self, file: str, reset: bool = False, end: str = "hang", keep: bool = False) -> None:
         super().__init__(length=50)
@@ -137,6 +138,8 @@ class Hanging(Saved):
                 raise ConnectionRefusedError("the simulator hung up")
             if self.end == "odd":
                 raise Odd(7, "out of fuel")
+            if self.end == "exit":
+                sys.exit(3)
             if self.end == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             print("it hangs", flush=True)

@@ -103,6 +103,15 @@ def test_a_log_shorter_than_the_checkpoint_says_is_refused_and_a_deleted_one_sta
     resumed.close()
 
 
+def test_a_new_log_leaves_the_events_of_other_programs_alone(tmp_path):
+    theirs = tmp_path / "events.out.tfevents.1700000000.host.name.4242.0"
+    theirs.touch()
+    for _ in range(2):  # the second takes the place of the first
+        Metrics(tmp_path).close()
+    events = list(tmp_path.glob("events.out.tfevents.*"))
+    assert theirs in events and len(events) == 2
+
+
 def test_a_full_disk_is_an_oserror(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics = Metrics(tmp_path)
