@@ -168,8 +168,6 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
             shown.message(
                 "  note          sync settings have no effect on one learner: add --learners N, or start several with torchrun"
             )
-        if resuming and not started:
-            shown.message("this run has no checkpoint yet: it begins anew")
         trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine, shown.message))
         if trainer.worker.over:
             shown.message(f"this run is complete at step {trainer.worker.steps:,}: give more --total-steps to go on")

@@ -328,7 +328,7 @@ def test_a_run_that_is_not_there_and_one_that_never_came_to_a_checkpoint(tmp_pat
     assert "holds no checkpoint: the run ended before its first one" in capsys.readouterr().err
     assert main(words) == 0
     assert (
-        f"{run} held a run that ended before its first checkpoint: this one takes its place" in capsys.readouterr().out
+        f"{run} held a run that ended before its first checkpoint: this one begins anew, in its place" in capsys.readouterr().out
     )
     assert len(list(run.glob("events.out.*"))) == 1 and not (run / "learners").exists()
 

@@ -23,6 +23,7 @@ from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.lost import said
 from qfleet.runtime.member import Member, Place
 from qfleet.runtime.ring import Ring
+from qfleet.runtime.train import ERRORS, exited
 from qfleet.runtime.worker import Worker, tensors
 from qfleet.sync.policies import Commit, Key
 from qfleet.sync.server import Server
@@ -95,12 +96,13 @@ class LearnerActor:
             team.last(worker.collector.steps)
             if team.save_as > team.saved_as:
                 self._save()
-        except Exception as e:
-            with contextlib.suppress(Exception):  # nothing must hide what happened
-                self._rescue(e)
-            with contextlib.suppress(Exception):
+        except ERRORS as e:
+            error = exited(e) if isinstance(e, SystemExit) else e
+            with contextlib.suppress(*ERRORS):  # nothing must hide what happened
+                self._rescue(error)
+            with contextlib.suppress(*ERRORS):
                 self._close()
-            raise
+            raise error from error.__cause__
         self._close()
 
     def _rescue(self, error: Exception) -> None:
@@ -108,7 +110,7 @@ class LearnerActor:
         of its own there is nothing to save, and a checkpoint that it could not load must stay.)"""
         if self._whole and not isinstance(error, Gone):
             ours = type(error).__module__.startswith("qfleet.")  # says what to do
-            self._team.fail(said(error), "" if ours else traceback.format_exc())
+            self._team.fail(said(error), "" if ours else "".join(traceback.format_exception(error)))
             self._team.last(self._worker.collector.steps)
             if self._team.save_as > self._team.saved_as:
                 self._save(stuck=True)

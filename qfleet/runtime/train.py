@@ -130,7 +130,7 @@ class Trainer:
         self._open.enter_context(lock(run_dir))
         self._new = absent
         if not resume and (run_dir / "config.yaml").exists():
-            progress.message(f"{run_dir} held a run that ended before its first checkpoint: this one takes its place")
+            progress.message(f"{run_dir} held a run that ended before its first checkpoint: this one begins anew, in its place")
             shutil.rmtree(run_dir / "learners", ignore_errors=True)
         for line in worker.summary():
             progress.message(line)
@@ -246,6 +246,7 @@ class Trainer:
         """Save what can be saved when environments fail, most likely -> what became of it."""
         if isinstance(error, TeamError) or self._one_of_several:  # others are lost, too, or do not know
             return self._last_checkpoint()
+        self.team.stop()  # learners on Ray come to their end, and save their parts there
         return self._save_what_answers(stuck=not self._between, failing=error)
 
     def _save_what_answers(self, stuck: bool, failing: Exception | None = None) -> str:
@@ -309,6 +310,7 @@ class Trainer:
             elif self._one_of_several:
                 message = self._last_checkpoint()
             else:
+                self.team.stop()
                 message = self._save_what_answers(stuck=training)
         finally:  # whatever fails here, the process must end, and say why
             self._end(who, message, failing)
