@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from onray import SETTINGS
 from test_team import newest, rows
 from torch._C._distributed_c10d import TCPStore
 
 import qfleet
+from qfleet.config import from_dict
+from qfleet.learner import Learner
 from qfleet.runtime.checkpoint import read
 from qfleet.runtime.train import Trainer
 from qfleet.sync.balance import Work
 from qfleet.sync.group import Group
+from qfleet.types import Spec
 
 MOMENTUM = {"learner.optimizer": "sgd", "learner.momentum": 0.9, "learner.lr": 1e-3}
 LOCAL = {"sync.local_steps": 7}
@@ -120,8 +124,12 @@ def test_resumed_it_goes_on_exactly(done: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_all_learners_end_with_the_same(done: Path, name: str) -> None:
-    """Parameters; or, where each has its own, what they meet at."""
+    """Parameters; or, where each has its own, what they meet at, of which the target network is a copy."""
     first, second = states(done / name)
+    config = from_dict(yaml.safe_load((done / name / "config.yaml").read_text()))
+    initial = Learner(config, Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu")).net
+    for tensor, before in zip(first["learner"]["target"].values(), initial.parameters(), strict=True):
+        assert (torch.as_tensor(tensor) - before).abs().max() > 1e-3
     assert same(first["learner"]["target"], second["learner"]["target"])
     if "centre" in first["team"]:
         assert same(first["team"]["centre"], second["team"]["centre"])
