@@ -1,6 +1,6 @@
 """Learners and servers on Ray that are killed or stopped at random moments: the run finishes, and no push is applied twice.
 
-Four kinds of faults, five of each in runs of four modes, on CartPole with two learners and two servers; and the same runs
+Four kinds of faults, five of each in runs of five modes, on CartPole with two learners and two servers; and the same runs
 without faults, to compare. What was seen goes to benchmarks/results/faults.jsonl:
 
 pause    the longest time between two reports of survivors, from a fault to the next one (or 10 s)
@@ -189,7 +189,7 @@ def ray() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "ssp", "diloco"])
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp", "window", "diloco"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults(ray: None, kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Solved as without faults: of which a run in async now and then is not. Then another seed decides; all are recorded."""

@@ -133,6 +133,11 @@ def test_config_and_resume_need_no_environment():
         ("train x --seed 1.5", "seed is '1.5', but it must be a whole number"),
         ("train x --learner.double=maybe", "must be true or false"),
         ("train x --network.dist c15", "allowed: scalar, c51, qr, iqn. Did you mean c51"),
+        (
+            "train x --sync gossip",
+            r"sync\.mode is 'gossip'; allowed: sync, async, window, ssp, localsgd, diloco, easgd, admm",
+        ),
+        ("train x --sync.codec int4", "allowed: fp32, bf16, int8, topk, powersgd. Did you mean int8"),
         ("train x --learner.lr", "expected one argument"),
         ("train x y", "unrecognized arguments: y"),
         ("train --env-kwargs a=1 x", "takes key=value pairs, not 'x'"),
@@ -328,7 +333,8 @@ def test_a_run_that_is_not_there_and_one_that_never_came_to_a_checkpoint(tmp_pat
     assert "holds no checkpoint: the run ended before its first one" in capsys.readouterr().err
     assert main(words) == 0
     assert (
-        f"{run} held a run that ended before its first checkpoint: this one begins anew, in its place" in capsys.readouterr().out
+        f"{run} held a run that ended before its first checkpoint: this one begins anew, in its place"
+        in capsys.readouterr().out
     )
     assert len(list(run.glob("events.out.*"))) == 1 and not (run / "learners").exists()
 

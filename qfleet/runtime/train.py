@@ -130,7 +130,9 @@ class Trainer:
         self._open.enter_context(lock(run_dir))
         self._new = absent
         if not resume and (run_dir / "config.yaml").exists():
-            progress.message(f"{run_dir} held a run that ended before its first checkpoint: this one begins anew, in its place")
+            progress.message(
+                f"{run_dir} held a run that ended before its first checkpoint: this one begins anew, in its place"
+            )
             shutil.rmtree(run_dir / "learners", ignore_errors=True)
         for line in worker.summary():
             progress.message(line)

@@ -124,12 +124,12 @@ class Odd(Exception):
 
 
 class Hanging(Saved):
-    """Never returns from a step (in its second episode), or from its first reset, once the file it is told to look for exists, if it is the first to find
-    it; or dies, exits, or raises."""
+    """Never returns from a step (in its second episode), or from its first reset, or from telling its state, once the file it is told to look for
+    exists, if it is the first to find it; or dies, exits, or raises."""
 
-    def __init__(self, file: str, reset: bool = False, end: str = "hang", keep: bool = False) -> None:
+    def __init__(self, file: str, where: str = "step", end: str = "hang", keep: bool = False) -> None:
         super().__init__(length=50)
-        self.file, self.in_reset, self.end, self.keep = file, reset, end, keep  # keep the file: all others will, too
+        self.file, self.where, self.end, self.keep = file, where, end, keep  # keep the file: all others will, too
 
     def hang(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -146,12 +146,17 @@ class Hanging(Saved):
             threading.Event().wait()
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        if self.in_reset:
+        if self.where == "reset":
             self.hang()
         return super().reset(**kwargs)
 
+    def get_state(self) -> dict[str, Any]:
+        if self.where == "state":
+            self.hang()
+        return super().get_state()
+
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.episode == 2 and self.t == 5:
+        if self.where == "step" and self.episode == 2 and self.t == 5:
             self.hang()
         return super().step(action)
 

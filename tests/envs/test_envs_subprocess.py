@@ -92,7 +92,7 @@ PARENT = """
 import sys
 from qfleet.config import EnvConfig
 from qfleet.envs import make
-kwargs = {"file": sys.argv[1], "reset": True, "keep": True}
+kwargs = {"file": sys.argv[1], "where": "reset", "keep": True}
 envs = make(EnvConfig(id="env_toys:Hanging-v0", num_envs=2, vectorize="subprocess", kwargs=kwargs), seed=1, threads=2)
 print(*(p.pid for p in envs._processes), flush=True)
 envs.reset()

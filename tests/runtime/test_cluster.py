@@ -15,6 +15,7 @@ from onray import trained
 import qfleet
 from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint
+from qfleet.runtime.cluster import Fleet
 from qfleet.runtime.hub import BROKEN, READY, Hub, Report, identity
 from qfleet.runtime.resources import check
 from qfleet.runtime.train import Trainer
@@ -33,6 +34,29 @@ def test_modes_train(ray: None, mode: str, schedule: str, tmp_path: Path) -> Non
     assert both == pytest.approx(rows[-1]["sync/samples_per_second"], rel=0.5)
     assert rows[-1]["sync/compression"] == pytest.approx(1.0, abs=0.1) and 0 <= rows[-1]["sync/wait"] < 1
     assert sum(value for name, value in rows[-1].items() if name.startswith("sync/stale_")) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("how", [{"sync__weights": (3.0, 1.0)}, {"sync__balance": True}])
+def test_batches_are_divided(ray: None, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As given, or by what the server has measured: of all together as many samples as without."""
+    values, fleets = Fleet.values, list[Fleet]()
+
+    def noted(self: Fleet) -> dict[str, float]:
+        fleets.append(self)
+        return values(self)
+
+    monkeypatch.setattr(Fleet, "values", noted)
+    run = trained(tmp_path / "run", "sync", 1500, sync__transport="server", **how)
+    assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 1500
+    pushes, samples = (
+        [fleets[-1]._clocks[rank][f"sync/{name}"] for rank in range(2)] for name in ("pushes", "samples")
+    )
+    assert pushes[0] == pushes[1] > 100 and sum(samples) == 32 * pushes[0]
+    if "sync__weights" in how:
+        assert samples == [24 * pushes[0], 8 * pushes[0]]
+    else:
+        (server,) = checkpoint.read((run.dir / "checkpoints/last").resolve())[0]["cluster"]["servers"]
+        assert {rank for rank, speed in server["balance"] if speed > 0} == {0, 1}
 
 
 @pytest.mark.timeout(120)

@@ -30,18 +30,18 @@ def troubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, end: st
     """A run on Ray, in which an environment that finds the file ends as it is told."""
     monkeypatch.chdir(TOYS)  # processes on Ray begin there, too
     (tmp_path / "file").touch()
-    kwargs = {"file": str(tmp_path / "file"), "end": end, "reset": more.pop("reset", False), "keep": more.pop("keep", False)}  # fmt: skip
+    kwargs = {"file": str(tmp_path / "file"), "end": end, "where": more.pop("where", "step"), "keep": more.pop("keep", False)}  # fmt: skip
     settings = {"env__kwargs": kwargs, "runtime__checkpoint_every": 0} | more
     return trained(tmp_path / "run", mode, total_steps, "env_toys:Hanging-v0", **settings)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("mode", "where"), [("sync", "step"), ("async", "step"), ("async", "state")])
 def test_one_of_several_learners_fails(
-    ray: None, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The others save; the error says who, what, where, and how to go on; resumed, the run is finished."""
+    ray: None, mode: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """The others save; the error says who, what, where, and how to go on; resumed, the run is finished. Also while a checkpoint is made."""
     with pytest.raises(TeamError, match=r"^learner \d failed: ConnectionRefusedError: the simulator hung up\n") as failed:  # fmt: skip
-        troubled(tmp_path, monkeypatch, mode, "raise", env__vectorize="inprocess")
+        troubled(tmp_path, monkeypatch, mode, "raise", where=where, env__vectorize="inprocess", runtime__checkpoint_every=1000 if where == "state" else 0)  # fmt: skip
     assert failed.value.__notes__ == [f"Everything else is saved: go on with `qfleet train --resume {tmp_path / 'run'}`."]  # fmt: skip
     assert "env_toys.py" in str(failed.value.__cause__) and "in hang" in str(failed.value.__cause__)
     state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
@@ -60,6 +60,27 @@ def test_an_error_that_cannot_travel_is_told(ray: None, tmp_path: Path, monkeypa
     with pytest.raises(TeamError, match=r"learner \d failed: .*out of fuel \(7\)") as failed:
         troubled(tmp_path, monkeypatch, "localsgd", "odd", env__vectorize="inprocess", sync__transport="allreduce", sync__local_steps=4)  # fmt: skip
     assert "in hang" in str(failed.value.__cause__)
+    state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
+    assert sorted(state["cluster"]["parts"]) == [0, 1]
+
+
+def test_an_environment_that_calls_sys_exit_fails_on_ray(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TeamError, match=r"learner \d failed: RuntimeError: the environment called sys.exit\(3\)"):
+        troubled(tmp_path, monkeypatch, "sync", "exit", env__vectorize="inprocess")
+    state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
+    assert sorted(state["cluster"]["parts"]) == [0, 1]
+
+
+@pytest.mark.timeout(100)
+def test_others_do_not_wait_in_an_update_for_one_whose_environments_failed(
+    ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all-reduce, where rounds begin with stepping environments. (Without a word they would wait for three heartbeats.)"""
+    more = {"runtime__schedule": "serial", "runtime__lag": 1, "sync__transport": "allreduce", "sync__heartbeat": 60.0}
+    with pytest.raises(TeamError, match=r"learner \d failed: ConnectionRefusedError"):
+        troubled(tmp_path, monkeypatch, "sync", "raise", env__vectorize="inprocess", **more)
     state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
     assert sorted(state["cluster"]["parts"]) == [0, 1]
 
@@ -84,7 +105,7 @@ def test_who_is_lost_again_and_again_before_its_first_round_ends_the_run(
     told = disturbed(monkeypatch, [])
     what = "ended" if end == "die" else r"waited 2 s for worker \d \(process \d+, environments \d to \d\), in vain"
     with pytest.raises(TeamError, match=rf"learner \d was lost 3 times in a row before its first round: the last time it {what}\.") as failed:  # fmt: skip
-        troubled(tmp_path, monkeypatch, "async", end, reset=True, keep=True, env__vectorize=vectorize, runtime__watchdog=2.0)  # fmt: skip
+        troubled(tmp_path, monkeypatch, "async", end, where="reset", keep=True, env__vectorize=vectorize, runtime__watchdog=2.0)  # fmt: skip
     assert failed.value.__notes__ == ["There is no checkpoint yet."]
     assert 2 <= sum("a new one takes its place" in text for text in told) <= 4
     assert not any("is there a free CPU" in text for text in told)

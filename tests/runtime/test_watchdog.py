@@ -77,7 +77,7 @@ def test_an_environment_that_hangs_in_its_first_reset(tmp_path: Path, vectorize:
     """The run never began, and leaves nothing behind."""
     said = hanging(
         tmp_path, "env_toys:Hanging-v0", "--recipe", "dqn", "--run-dir", str(tmp_path / "run"), "--runtime.watchdog", seconds,
-        "--env-kwargs", f"file={tmp_path / 'hang'}", "--env-kwargs", "reset=true", "--env.vectorize", vectorize, "--num-envs", "4",
+        "--env-kwargs", f"file={tmp_path / 'hang'}", "--env-kwargs", "where=reset", "--env.vectorize", vectorize, "--num-envs", "4",
         "--runtime.emulator-threads", "2",
     )  # fmt: skip
     assert re.search(named, said) and f"did not answer for {seconds} s" in said and "--resume" not in said

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import gymnasium
 import torch
 from torch import Tensor
 
-from qfleet.config import Config, LearnerConfig, SyncConfig
-from qfleet.learner import Optimizer
+from qfleet.config import Config, LearnerConfig, NetworkConfig, SyncConfig
+from qfleet.learner import Learner, Optimizer
 from qfleet.sync import policies
 from qfleet.sync.policies import Outcome, Push
 from qfleet.sync.shard import Shard, ranges
+from qfleet.types import Batch, Spec
 
 BATCH, FEATURES, HIDDEN = 8, 5, 16
 SIZE = 128  # of the flat parameters, of which FEATURES * HIDDEN + HIDDEN = 96 are used
@@ -61,6 +64,52 @@ class Problem:
             x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
             optimizer(self.grad(params, x, y), config.learner.lr)
         return params
+
+
+@cache
+def played() -> list[Tensor]:
+    """Some random episodes of CartPole: observations, actions, rewards, discounts, next observations."""
+    env, rows = gymnasium.make("CartPole-v1"), list[tuple[Any, ...]]()
+    obs, _ = env.reset(seed=1)
+    env.action_space.seed(1)
+    for _ in range(500):
+        action = env.action_space.sample()
+        new, reward, terminated, truncated, _ = env.step(action)
+        rows.append((obs.tolist(), int(action), float(reward), 0.0 if terminated else 0.99, new.tolist()))
+        obs = env.reset()[0] if terminated or truncated else new
+    return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+
+class Games:
+    """A source of batches for a learner: those of these workers together. Each has its own, always the same."""
+
+    def __init__(self, *workers: int) -> None:
+        self._workers = workers
+
+    def sample(self, update: int, count: int = 1, beta: float = 1.0, size: int = 0) -> Batch:
+        keys = [1000 * u + worker for u in range(update, update + count) for worker in self._workers]
+        drawn = [torch.randint(500, (BATCH,), generator=torch.Generator().manual_seed(key)) for key in keys]
+        rows = torch.cat(drawn)
+        return Batch(*(column[rows] for column in played()), id=rows, weight=torch.ones(len(rows)))
+
+    def update_priorities(self, id: Tensor, priority: Tensor) -> None:
+        pass
+
+
+def learner_of(config: Config) -> Learner:
+    """A real one, of a small network."""
+    spec = Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2)
+    return Learner(replace(config, network=NetworkConfig(hidden=(16, 16))), spec, torch.device("cpu"))
+
+
+def learned(config: Config, workers: int, updates: int) -> Tensor:
+    """Parameters and target of one learner with the batches of all workers at once, and an uncompressed gradient."""
+    whole = replace(config, learner=replace(config.learner, batch_size=BATCH * workers))
+    alone = learner_of(whole)
+    before = alone.flat.data.clone()
+    alone.learn(Games(*range(workers)), updates)
+    assert (alone.flat.data - before).abs().max() > 0.1
+    return torch.stack((alone.flat.data, alone.target.data))
 
 
 class Server:

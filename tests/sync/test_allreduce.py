@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fleet import BATCH, FEATURES, HIDDEN, SIZE, Problem, Server, config_of, sync_of
+from fleet import BATCH, FEATURES, HIDDEN, SIZE, Games, Problem, Server, config_of, learned, learner_of, sync_of
 
 from qfleet.config import Config, SyncConfig
 from qfleet.learner import Learner, Optimizer
@@ -70,6 +70,14 @@ def consensus(rank: int, sync: SyncConfig) -> torch.Tensor:
     for _ in range(8000):
         alone.step(pupil, a * (pupil.parameters - b), 1)
     return torch.stack((pupil.parameters, centre.newest()))
+
+
+def learners(rank: int, config: Config) -> torch.Tensor:
+    """Real ones -> parameters, target."""
+    learner = learner_of(config)
+    learner.sync = Group(config, learner).agree
+    learner.learn(Games(rank), CLOCKS)
+    return torch.stack((learner.flat.data, learner.target.data))
 
 
 def quadratic(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,6 +143,7 @@ def compression(rank: int) -> torch.Tensor:
 
 
 CODECS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {}, "int8": {}, "topk": {"topk": 0.1}, "powersgd": {}}
+MOMENTUM = replace(config_of(momentum=0.9, lr=0.02), sync=sync_of("sync", codec="topk", topk=1.0))
 ADAM = {"optimizer": "adam", "lr": 1e-2, "grad_clip": 0.05}
 JOBS: dict[str, Callable[[int], torch.Tensor]] = {
     "sgd float64": lambda r: gradients(r, config_of(), sync_of("sync"), torch.float64),
@@ -150,6 +159,8 @@ JOBS: dict[str, Callable[[int], torch.Tensor]] = {
     "low rank": low_rank,
     "bytes": counted,
     "compression": compression,
+    "learners": lambda r: learners(r, config_of()),
+    "learners, momentum": lambda r: learners(r, MOMENTUM),
     **{name: lambda r, name=name: compressed(r, name) for name in ("bf16", "int8", "topk")},  # type: ignore[misc]
 }
 
@@ -196,6 +207,14 @@ def test_gradients_agree_to_those_of_one_learner(
     expected = problem.alone(config, RANKS, CLOCKS)
     assert (expected - problem.initial).abs().max() > 0.1
     torch.testing.assert_close(same(done, job), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("job", "config"), [("learners", config_of()), ("learners, momentum", MOMENTUM)])
+def test_real_learners_are_one_with_their_batches_together(
+    done: list[dict[str, torch.Tensor]], job: str, config: Config
+) -> None:
+    """In float32, whose sums depend on their order. With momentum: all of the vector is sent by top-k, which has the momentum in the optimiser's place."""
+    torch.testing.assert_close(same(done, job), learned(config, RANKS, CLOCKS), rtol=0, atol=1e-5)
 
 
 def test_one_local_step_is_averaging(done: list[dict[str, torch.Tensor]]) -> None:

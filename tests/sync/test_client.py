@@ -9,9 +9,10 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fleet import BATCH, SIZE, Problem, config_of, sync_of
+from fleet import BATCH, SIZE, Games, Problem, config_of, learned, learner_of, sync_of
 
 from qfleet.config import Config
 from qfleet.runtime.actors import ServerActor
@@ -19,6 +20,7 @@ from qfleet.sync.client import Client
 from qfleet.sync.policies import Commit, Key, Outcome, Push
 from qfleet.sync.server import Server
 from qfleet.sync.shard import Copy, Position, ranges
+from qfleet.sync.traffic import rates
 from qfleet.sync.wire import Connection, Listener, Peer, Unreachable, WireError
 
 CLOCKS = 100
@@ -167,11 +169,16 @@ def running(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
     made: list[Running] = []
 
     def make(
-        mode: str, servers: int = 1, learners: int = 3, learner: dict[str, Any] | None = None, **sync: Any
+        mode: str,
+        servers: int = 1,
+        learners: int = 3,
+        learner: dict[str, Any] | None = None,
+        initial: torch.Tensor | None = None,
+        **sync: Any,
     ) -> Running:
         config = replace(config_of(**(learner or {})), sync=sync_of(mode, servers=servers, transport="server", **sync))
         config = replace(config, env=replace(config.env, num_envs=learners * 2), learners=learners)
-        made.append(Running(config, Problem(torch.float32).initial))
+        made.append(Running(config, Problem(torch.float32).initial if initial is None else initial))
         return made[-1]
 
     yield make
@@ -179,7 +186,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
         each.close()
 
 
-def at_once(run: Callable[[int, Pupil], None], pupils: Sequence[Pupil]) -> None:
+def at_once(run: Callable[[int, Any], None], pupils: Sequence[Any]) -> None:
     """Each in a thread. Those that hang end when the fixture closes their connections."""
     pool = ThreadPoolExecutor(len(pupils))
     futures = [pool.submit(run, worker, pupil) for worker, pupil in enumerate(pupils)]
@@ -222,10 +229,46 @@ def test_workers_at_once_in_sync_are_one_learner(running: Callable[..., Running]
     assert counts["sync/pushes"] == counts["sync/stale_0"] == 300 and not counts["sync/rejected"]
 
 
+@pytest.mark.parametrize(
+    ("learner", "codec"), [({}, {}), ({"momentum": 0.9, "lr": 0.02}, {"codec": "topk", "topk": 1.0})]
+)
+def test_real_learners_are_one_with_their_batches_together(
+    running: Callable[..., Running], learner: dict[str, Any], codec: dict[str, Any]
+) -> None:
+    """In float32, whose sums depend on their order. With momentum: all of the vector is sent by top-k, which has the momentum in the optimiser's place."""
+    config = config_of(**learner)
+    on = running("sync", 2, learner=learner, initial=learner_of(config).flat.data, **codec)
+    learners = [learner_of(on.config) for _ in range(3)]
+    for worker, each in enumerate(learners):
+        on.client(worker).attach(each)
+    at_once(lambda worker, each: each.learn(Games(worker), CLOCKS), learners)
+    expected = learned(config, 3, CLOCKS)
+    for each in learners:
+        torch.testing.assert_close(torch.stack((each.flat.data, each.target.data)), expected, rtol=0, atol=1e-5)
+
+
 def test_batches_are_divided_by_given_weights(running: Callable[..., Running]) -> None:
     on = running("sync", 2, learners=2, weights=(3.0, 1.0))
     work(on, 2)
     expected = Problem(torch.float32).alone(config_of(), 2, CLOCKS, rows=[12, 4])
+    torch.testing.assert_close(on.params, expected, rtol=0, atol=2e-6)
+
+
+def test_batches_are_divided_by_measured_speed(running: Callable[..., Running]) -> None:
+    """One needs three times as long for a sample. The sum stays what it is, and a gradient weighs as much as it has samples behind it."""
+    on = running("sync", 2, learners=2, balance=True)
+    clients, pupils = joined(on, 2)
+    for client, cost in zip(clients, (1.0, 3.0), strict=True):
+        work = client._work
+        work.tell = lambda tell=work.tell, cost=cost: (n := tell()[0], n * cost)  # type: ignore[method-assign]
+    problem, rows = Problem(torch.float32), list[list[int]]()
+    expected, lr = problem.initial.clone(), on.config.learner.lr
+    for clock in range(CLOCKS):
+        rows.append([pupil.batch_size for pupil in pupils])
+        grads = [problem.worker_grad(expected, w, clock, n) * n for w, n in enumerate(rows[-1])]
+        expected -= lr * torch.stack(grads).sum(0) / (2 * BATCH)
+        update(pupils, clock + 1)
+    assert rows[0] == [8, 8] and rows[-1] == [12, 4] and {sum(row) for row in rows} == {16}
     torch.testing.assert_close(on.params, expected, rtol=0, atol=2e-6)
 
 
@@ -283,6 +326,102 @@ def test_local_modes_meet_on_the_server(running: Callable[..., Running], mode: s
     assert (on.params - Problem(torch.float32).initial).abs().max() > 0.1
 
 
+TARGETS, CURVES = np.random.default_rng(1).normal(size=(2, 3, SIZE))  # of each worker: curve (x - target)^2 / 2
+CURVES = 0.2 + CURVES**2
+
+
+def quadratic(worker: int, x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(CURVES[worker] * (x.numpy() - TARGETS[worker])).float()
+
+
+@pytest.mark.parametrize(("rho", "adapt"), [(0.3, False), (100.0, True)])
+def test_admm_on_servers_written_out(running: Callable[..., Running], rho: float, adapt: bool) -> None:
+    on = running("admm", 2, learner={"lr": 0.05}, local_steps=5, rho=rho, rho_adapt=adapt)
+    clients, pupils = joined(on, 3)
+
+    def run(worker: int, pupil: Pupil) -> None:
+        for _ in range(CLOCKS):
+            pupil.sync(quadratic(worker, pupil.parameters), BATCH)
+
+    at_once(run, pupils)
+    centre = Problem().initial.numpy()
+    x, u, r = np.stack([centre] * 3), np.zeros((3, SIZE)), np.full((3, 1), rho)
+    for clock in range(CLOCKS):
+        x = x - 0.05 * CURVES * (x - TARGETS)
+        x = (x + 0.05 * r * (centre - u)) / (1 + 0.05 * r)
+        if clock % 5 == 4:
+            before, centre = centre, (r * (x + u)).sum(0) / r.sum()
+            u = u + x - centre
+            primal = ((x - centre) ** 2).sum(1, keepdims=True)
+            dual = r**2 * ((centre - before) ** 2).sum()
+            factor = np.where(primal > 100 * dual, 2.0, np.where(dual > 100 * primal, 0.5, 1.0)) if adapt else 1.0
+            r, u = r * factor, u / factor
+    rhos = [client.state()["local"]["rho"] for client in clients]
+    assert rhos == r[:, 0].tolist() and (rhos != [rho] * 3) == adapt
+    torch.testing.assert_close(on.params, torch.from_numpy(centre).float(), rtol=0, atol=1e-5)
+    ours = torch.stack([pupil.parameters for pupil in pupils])
+    torch.testing.assert_close(ours, torch.from_numpy(x).float(), rtol=0, atol=1e-5)
+
+
+def test_easgd_on_servers_written_out(running: Callable[..., Running]) -> None:
+    """One after the other: each meets the centre that those before it have moved."""
+    on = running("easgd", 2, learner={"lr": 0.05}, local_steps=5)
+    _, pupils = joined(on, 3)
+    centre = Problem().initial.numpy()
+    x = np.stack([centre] * 3)
+    for clock in range(CLOCKS):
+        for worker, pupil in enumerate(pupils):
+            pupil.sync(quadratic(worker, pupil.parameters), BATCH)
+            x[worker] -= 0.05 * CURVES[worker] * (x[worker] - TARGETS[worker])
+            if clock % 5 == 4:
+                move = 0.5 / 3 * (x[worker] - centre)
+                x[worker], centre = x[worker] - move, centre + move
+    torch.testing.assert_close(on.params, torch.from_numpy(centre).float(), rtol=0, atol=1e-5)
+    ours = torch.stack([pupil.parameters for pupil in pupils])
+    torch.testing.assert_close(ours, torch.from_numpy(x).float(), rtol=0, atol=1e-5)
+
+
+def test_what_is_too_old_is_refused_and_its_worker_goes_on_with_the_newest(running: Callable[..., Running]) -> None:
+    on = running("async", 2, learners=2, staleness=2)
+    clients, pupils = joined(on, 2)
+    update(pupils[:1], 3)
+    before = on.params
+    assert not torch.equal(pupils[1].parameters, before)
+    pupils[1].sync(torch.full((SIZE,), 1e3), BATCH)
+    assert torch.equal(on.params, before) and torch.equal(pupils[1].parameters, before)
+    assert on.servers[0].shard.applied == {0: (0, 2)} and clients[1].version == 3
+    on.until(lambda: not any(server.shard._staged for server in on.servers))
+    assert rates(clients[1].traffic.counts(), 1.0)["sync/rejected"] == 1.0
+    pupils[1].sync(torch.ones(SIZE), BATCH)  # at half the learning rate, as half of the samples
+    torch.testing.assert_close(on.params, before - 0.05)
+    assert torch.equal(pupils[1].parameters, on.params)
+    assert rates(clients[1].traffic.counts(), 1.0)["sync/rejected"] == 0.5
+    assert rates(clients[0].traffic.counts(), 1.0)["sync/rejected"] == 0.0
+
+
+def test_a_server_closes_windows_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody pushes any more; also after a repair, at which it stops and begins to listen again."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    problem = Problem(torch.float32)
+    config = replace(config_of(), learners=2, sync=sync_of("window", window=9, window_ms=1.0))
+    actor, gradient = ServerActor(config, 0, problem.initial.numpy(), "token"), np.ones(SIZE, np.float32).view(np.uint8)
+
+    async def check() -> None:
+        server = actor._server
+        for worker in range(2):
+            await server.join(worker, 0)
+        for clock in range(2):
+            await actor.listen([])
+            push = Push(0, 0, clock, clock, BATCH, 0.1)
+            assert (await server.exchange(push, gradient, -1)).position.version == clock
+            reply = await asyncio.wait_for(server.fetch(clock + 1, -1), LIMIT)
+            assert reply is not None and reply.position.progress == (clock + 1) / 2
+            await actor.pause()
+        torch.testing.assert_close(server.shard.params, problem.initial - 0.1)
+
+    asyncio.run(check())
+
+
 def test_a_worker_that_leaves_does_not_hold_up_the_others(running: Callable[..., Running]) -> None:
     on = running("sync", 2, learners=2)
     problem = Problem(torch.float32)
@@ -309,7 +448,8 @@ def update(pupils: Sequence[Pupil], until: int) -> None:
 
     def run(worker: int, pupil: Pupil) -> None:
         while pupil.updates < until:
-            pupil.sync(problem.worker_grad(pupil.parameters, worker, pupil.updates, BATCH), BATCH)
+            rows = pupil.batch_size
+            pupil.sync(problem.worker_grad(pupil.parameters, worker, pupil.updates, rows), rows)
 
     at_once(run, pupils)
 
