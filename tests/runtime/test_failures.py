@@ -35,7 +35,7 @@ def troubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, end: st
     return trained(tmp_path / "run", mode, total_steps, "env_toys:Hanging-v0", **settings)
 
 
-@pytest.mark.parametrize(("mode", "where"), [("sync", "step"), ("async", "step"), ("async", "state")])
+@pytest.mark.parametrize(("mode", "where"), [("sync", "step"), ("async", "step"), ("sync", "state")])
 def test_one_of_several_learners_fails(
     ray: None, mode: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
