@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qfleet.config import GRADIENT_MODES, Config
-from qfleet.learner import Learner
+from qfleet.learner import Learner, clip
 from qfleet.sync import allreduce
 from qfleet.sync.balance import Work
 from qfleet.sync.codecs import momentum_of
@@ -29,6 +29,9 @@ class Group:
         flat = learner.flat
         momentum = momentum_of(config)
         learner.optimizer.momentum -= momentum
+        # A vector with momentum is longer than the gradients in it: their sender clips these, as where there are servers.
+        self._clip = learner.optimizer.clip if momentum else 0.0
+        learner.optimizer.clip -= self._clip
         self._mean = allreduce.make(config.sync, flat.places, len(flat.data), config.seed, momentum)
         self._centre: allreduce.Centre | None = None
         self._local: Local | None = None
@@ -43,6 +46,8 @@ class Group:
             vector = grad.cpu()  # which waits for the device: the learner's own work
         else:
             vector = grad
+        if self._clip:
+            clip(vector, self._clip)
         self._samples += samples
         with self.work.done(samples, self._learner.began):
             if self._local is None:

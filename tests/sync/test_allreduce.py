@@ -340,6 +340,16 @@ def test_compression_is_against_the_same_agreement_in_fp32(done: list[dict[str, 
     assert plain / sent == pytest.approx(4 / 3 / (2 * 0.254), rel=0.01)
 
 
+def test_gradients_are_clipped_before_they_get_momentum(tmp_path: Path) -> None:
+    """As in the optimiser, where one learner has both."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        config = replace(MOMENTUM, learner=replace(MOMENTUM.learner, grad_clip=0.5))
+        torch.testing.assert_close(learners(0, config), learned(config, 1, CLOCKS), rtol=0, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
+
+
 def take_over(rank: int, folder: str) -> None:
     """Rank 0 has made updates, and dies before rank 1 has taken over everything."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
