@@ -93,10 +93,8 @@ class Fleet:
         self._updates = 0  # of all learners
         self.told: list[int] = []  # who reported last
         self._unread: Learned | None = None  # what was told while a checkpoint was written
-        self._saved, self._final = (
-            0,
-            False,
-        )  # step of the newest checkpoint that was asked for; the last one is complete
+        self._saved = 0  # step of the newest checkpoint that was asked for
+        self._final = False  # the last one is complete
         self._saving: Saving | None = None
         self._writing = False  # or it failed
         self._notes: list[str] = []
@@ -194,7 +192,7 @@ class Fleet:
         """Whatever was reported since the last time."""
         learned, self._unread = added(self._unread, self._news(PATIENCE)), None
         self._look_after()
-        if self._saving is not None and self._all_saved():
+        if self._saving is not None and not self.over and self._all_saved():
             self._complete()
         return added(learned, self.settle()) if self.over else learned
 
