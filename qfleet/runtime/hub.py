@@ -84,9 +84,7 @@ class Hub:
         self._saved: dict[int, tuple[int, int]] = {}  # the checkpoint each learner has saved, and its own steps there
         self._complete = 0  # checkpoint that is saved by all
         self.ended: set[int] = set()  # live learners that have come to their end
-        self.failed: tuple[int, str, str] | None = (
-            None  # the first one that did because of an error, what it says of it, its traceback
-        )
+        self.failed: tuple[int, str, str] | None = None  # the first that did by an error; what it says, its traceback
         self._final = False  # the final checkpoint is wanted
         self._epoch, self._addresses = 0, list[Address]()
         self._grouped: list[tuple[int, int]] = []  # members of the newest group, and their incarnations

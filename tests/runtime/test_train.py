@@ -20,7 +20,7 @@ from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
 from qfleet.runtime.setup import lock, resolve, summary
 from qfleet.runtime.train import TrainingError, crossed
-from qfleet.runtime.worker import lr_factor, threads_for
+from qfleet.runtime.worker import Worker, lr_factor, threads_for
 
 SMALL = {
     "network.hidden": (32, 32),
@@ -197,6 +197,24 @@ def test_divergence_stops_the_run_and_names_the_checkpoint(tmp_path: Path) -> No
             learner__loss="mse",
             replay__min_steps=600,
         )
+
+
+@pytest.mark.parametrize("when", ["made", "running"])
+def test_a_gpu_with_too_little_memory_says_how_much_and_which_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    def full(self: Worker) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.\nMore.")
+
+    monkeypatch.setattr(Worker, "build" if when == "made" else "round", full)
+    with pytest.raises(ConfigError if when == "made" else TrainingError) as failed:
+        train(tmp_path / "run", steps=500, replay__capacity=5000)
+    said = str(failed.value)
+    assert said.startswith(
+        "the GPU has too little memory: Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free. Lower --replay.capacity (5,000), "
+    )
+    assert "--replay.device cpu" in said and "More" not in said
+    assert (tmp_path / "run").exists() == (when == "running")
 
 
 def test_resume_refuses_what_would_change_the_run(tmp_path: Path) -> None:
