@@ -198,6 +198,7 @@ class Fleet:
 
     def settle(self) -> Learned | None:
         """At the end, when all learners that are there have come to theirs: what they said last."""
+        self._check_stranded()
         learned: Learned | None = None
         while self.over and not self._meeting.at_hub(lambda hub: hub.live.keys() <= hub.ended):
             learned = added(learned, self._news(PATIENCE))
@@ -430,16 +431,14 @@ class Fleet:
         go on meanwhile, and so does this process (`round`), but at the end."""
         if self._final:
             return
-        together = self.config.sync.together
-        if self._writing or (together and self._saving is not None):
-            raise TeamError("the one before could not be completed")
+        self._check_stranded()
         if self._saving is not None and not self.over:
             return  # the one before is not complete yet
         step = max(self.steps, self._saved + 1)
         self._saved = step
         asked = self._meeting.at_hub(lambda hub: hub.save(step, final=self.over))
         self._saving = Saving(step, asked, checkpoints, more)
-        if not (together or self.over):
+        if not (self.config.sync.together or self.over):
             return
         ending = self.over
         while not self._all_saved():
@@ -450,6 +449,11 @@ class Fleet:
                 self._meeting.at_hub(lambda hub: hub.save(step, final=True))
         self._complete()
         self._final = ending
+
+    def _check_stranded(self) -> None:
+        """Something failed while a checkpoint was made: learners may be waiting for it, and will not come to their end."""
+        if self._writing or (self._saving is not None and self.config.sync.together):
+            raise TeamError("the one before could not be completed")
 
     def _all_saved(self) -> bool:
         """All of those that are still there."""
