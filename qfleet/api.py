@@ -170,7 +170,9 @@ def _train(settings: Config, folder: Path, mine: Team, started: bool, resuming: 
             )
         trainer = Trainer(settings, folder, shown, started, lambda config: _crew(config, mine, shown.message))
         if trainer.worker.over:
-            shown.message(f"this run is complete at step {trainer.worker.steps:,}: give more --total-steps to go on")
+            shown.message(
+                f"this run is complete: it has made {trainer.worker.steps:,} steps, and total_steps is {settings.total_steps:,}. Give more --total-steps to go on"
+            )
         trainer.run()
     device = str(trainer.worker.device)
     policy, _ = load_policy(folder, device)

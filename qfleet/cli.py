@@ -27,6 +27,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 import qfleet
+from qfleet import machine
 from qfleet.config import ConfigError, convert, paths, setting, suggest
 
 if typing.TYPE_CHECKING:
@@ -292,7 +293,7 @@ def train(**args: Any) -> int:
         print(f"  {qf if command() == 'qfleet' else command()} train --resume {folder}")
     print(f"  {qf} eval {folder}")
     print(f"  {qf} plot {folder} -o curve.png")
-    needs = "" if find_spec("imageio_ffmpeg") else '  (first: pip install "qfleet[video]")'
+    needs = "" if find_spec("imageio_ffmpeg") else f"  (first: {machine.install('video')})"
     print(f"  {qf} video {folder} -o episode.mp4{needs}")
     return 0 if run.signal is None else 128 + run.signal
 

@@ -20,7 +20,7 @@ Line: TypeAlias = tuple[str, str, str]  # name, value, note
 
 # Extra of pyproject.toml -> the modules it brings and what they are for.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "video": (("imageio", "imageio_ffmpeg"), "qfleet video"),
+    "video": (("imageio", "imageio_ffmpeg", "pygame"), "qfleet video"),
     "box2d": (("Box2D",), "LunarLander and other Box2D tasks"),
     "minatar": (("minatar",), "MinAtar games"),
     "keras": (("keras",), "Keras models as networks"),
@@ -157,7 +157,7 @@ def _extras() -> Iterator[Line]:
         if all(find_spec(module) for module in modules):
             yield f"[{extra}]", "installed", purpose
         else:
-            yield f"[{extra}]", "missing", f'{purpose}: pip install "qfleet[{extra}]"'
+            yield f"[{extra}]", "missing", f"{purpose}: {machine.install(extra)}"
     mpirun = shutil.which("mpirun")
     yield (
         "mpirun",

@@ -1,9 +1,11 @@
-"""What of this machine the process may use: its scheduler and its control groups (containers) may leave it a part."""
+"""What of this machine the process may use: its scheduler and its control groups (containers) may leave it a part. And how to add to it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,13 @@ from pathlib import Path
 MEMINFO = Path("/proc/meminfo")
 PROCESS_CGROUP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra to the packages of this Python, whether or not the shell is in its environment."""
+    found = Path(shutil.which("pip") or "")
+    pip = "pip" if found.parent == Path(sys.executable).parent else f"{os.path.relpath(sys.executable)} -m pip"
+    return f'{pip} install "qfleet[{extra}]"'
 
 
 def cores() -> int:

@@ -6,6 +6,7 @@ Edge of the Statistical Precipice"), both at each point of a common grid of step
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,8 @@ LABELS = {
 # Okabe and Ito's palette without its yellow: told apart on white paper, and by people who see fewer colours.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":")  # when the colours begin anew
-LEGEND = 6  # entries that find room among the curves
+LEGEND = 6  # lines that find room among the curves
+INSIDE, BESIDE = 48, 26  # letters in a line of the legend: among the curves, beside them
 # Settings in which runs may differ and still be seeds of one band.
 NOT_A_DIFFERENCE = (
     "seed",
@@ -138,7 +140,8 @@ def labels(curves: Sequence[Curve]) -> list[str]:
     for curve in curves:
         same = [c.settings for c in curves if (c.env, c.recipe) == (curve.env, curve.recipe)]
         names = {name for s in same for name in s if not name.startswith((RESOLVED, *NOT_A_DIFFERENCE))}
-        differ = sorted(n for n in names if any(s.get(n) != same[0].get(n) for s in same))
+        # What was left to the machine may be what another run names.
+        differ = sorted(n for n in names if len({repr(s.get(n)) for s in same} - {repr("auto")}) > 1)
         shown = ", ".join(f"{n.rpartition('.')[2]} {_short(curve.settings.get(n))}" for n in differ)
         out.append(f"{curve.recipe}, {shown}" if shown else curve.recipe)
     return out
@@ -197,7 +200,7 @@ def _draw(axes: Axes, group: Sequence[Curve], kind: str, color: str, line: str, 
     marker = "o" if len(steps) <= 30 else ""
     axes.plot(steps, values, color=color, linestyle=line, linewidth=2.2, marker=marker, markersize=4.5, label=label)
     if len(group) == 1 and metric == "eval/mean_reward":
-        axes.plot(*curve.background, color=color, linewidth=1, alpha=0.35, zorder=1, label=f"{kind}, training")
+        axes.plot(*curve.background, color=color, linewidth=1, alpha=0.35, zorder=1, label="training")
 
 
 def _dress(axes: Axes, env: str, label: str) -> None:
@@ -214,6 +217,12 @@ def _dress(axes: Axes, env: str, label: str) -> None:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    many = len(axes.get_legend_handles_labels()[1]) > LEGEND
+    handles, texts = axes.get_legend_handles_labels()
+    many = sum(len(_wrapped(text, INSIDE)) for text in texts) > LEGEND
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if many else {}
-    axes.legend(fontsize=12, frameon=True, framealpha=0.9, edgecolor="none", **beside)
+    lines = ["\n".join(_wrapped(text, BESIDE if many else INSIDE)) for text in texts]
+    axes.legend(handles, lines, fontsize=10 if many else 12, frameon=True, framealpha=0.9, edgecolor="none", **beside)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False)

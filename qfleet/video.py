@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import qfleet
+from qfleet import machine
 from qfleet.acting.actor import FrameStack
 from qfleet.acting.policy import Policy
 from qfleet.config import ConfigError, EnvConfig
@@ -139,6 +140,6 @@ def _imageio() -> Any:
         import imageio_ffmpeg  # noqa: F401  (imageio finds it by itself)
     except ImportError as e:
         raise ConfigError(
-            f'recording a video needs {e.name}, which is not installed: pip install "qfleet[video]"'
+            f"recording a video needs {e.name}, which is not installed: {machine.install('video')}"
         ) from None
     return imageio.v2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qfleet import doctor
+from qfleet import doctor, machine
 from qfleet.acting import placement
 
 
@@ -40,7 +40,7 @@ def test_missing_packages_name_the_line_that_adds_them(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "imageio_ffmpeg" else object())
     found = lines()
     assert found["gymnasium"] == ("missing", "pip install gymnasium")
-    assert found["[video]"] == ("missing", 'qfleet video: pip install "qfleet[video]"')  # half of it is not enough
+    assert found["[video]"] == ("missing", f"qfleet video: {machine.install('video')}")  # half of it is not enough
     assert found["[minatar]"][0] == "installed"
 
 

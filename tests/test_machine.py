@@ -76,3 +76,12 @@ def test_cores_respect_quotas(
 def test_cores_respect_affinity() -> None:
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from qfleet import machine; print(machine.cores())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+def test_the_command_that_adds_an_extra_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(sys.executable).parent
+    monkeypatch.setattr("shutil.which", lambda name: str(folder / name))
+    assert machine.install("ray") == 'pip install "qfleet[ray]"'
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.chdir(folder)
+    assert machine.install("ray") == f'{Path(sys.executable).name} -m pip install "qfleet[ray]"'

@@ -124,7 +124,7 @@ def test_the_picture_names_what_it_shows(tmp_path):
     svg = out.read_text()
     for text in ("CartPole-v1", "Acrobot-v1", "environment steps", "evaluation return", "8,000"):
         assert f"<!-- {text} -->" in svg
-    for label in ("dqn (IQM of 3 runs, 95% interval)", "rainbow (seed 9)", "rainbow, training", "dqn (seed 4)"):
+    for label in ("dqn (IQM of 3 runs, 95% interval)", "rainbow (seed 9)", "training", "dqn (seed 4)"):
         assert f"<!-- {label} -->" in svg
 
 
@@ -168,6 +168,28 @@ def test_a_legend_of_many_runs_covers_no_curve_and_all_of_them_differ(tmp_path, 
         looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_marker() == "o"}
         assert len(looks) == len(axes.lines) / 2
     assert outside == [False, True]
+
+
+def test_long_labels_are_broken_and_what_was_left_to_the_machine_is_no_difference(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    runs = []
+    settings = {"batch_size": 64, "target_interval": 20, "n_step": 3, "weight_decay": 0.1, "grad_clip": 5.0, "momentum": 0.5}  # fmt: skip
+    for i, more in enumerate(
+        ({"precision": "auto"}, {"precision": "fp32", **settings}, {"precision": "fp32", "lr": 0.1})
+    ):
+        runs.append(make_run(tmp_path / f"{i}", recipe="munchausen"))
+        config = yaml.safe_load((runs[-1] / "config.yaml").read_text())
+        config["learner"] |= dict.fromkeys(settings, 0) | more
+        (runs[-1] / "config.yaml").write_text(yaml.safe_dump(config))
+    named = labels([load(run, "eval/mean_reward") for run in runs])
+    assert all("precision" not in name and "weight_decay" in name for name in named)
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: (save(self, *args, **kwargs), drawn.append(self)))  # fmt: skip
+    plot(runs, tmp_path / "curve.png")
+    (axes,) = drawn[0].axes
+    legend, panel, whole = axes.get_legend().get_window_extent(), axes.get_window_extent(), drawn[0].bbox
+    assert legend.x0 >= panel.x1 and legend.x1 <= whole.x1 and panel.width > 0.5 * whole.width
 
 
 def test_a_png_is_twice_900_by_500(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from qfleet import machine
 from qfleet.config import ConfigError
 
 MINATAR = tuple(f"MinAtar/{game}-v1" for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"))
@@ -32,7 +33,7 @@ def find(id: str) -> EnvSpec:
             name = _register_atari(name)
     if name not in gym.registry:
         raise ConfigError(
-            f"there is no environment {id!r}.{_similar(name)} It can be any gymnasium id, module:Id for an environment "
+            f"there is no environment {id!r}.{_similar(name, module)} It can be any gymnasium id, module:Id for an environment "
             f"that `import module` registers, or an Atari game such as pong."
         )
     return gym.registry[name]
@@ -76,9 +77,9 @@ def explained(spec: EnvSpec, kwargs: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (gym.error.DependencyNotInstalled, ImportError) as e:
-        box2d = isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.envs.box2d")
-        remedy = 'Install it: pip install "qfleet[box2d]"' if box2d else "Install it."
-        raise ConfigError(f"{spec.id} needs a package that is not installed: {e}. {remedy}") from e
+        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.envs.box2d"):
+            raise ConfigError(f"{spec.id} needs Box2D, which is not installed: {machine.install('box2d')}") from e
+        raise ConfigError(f"{spec.id} needs a package that is not installed: {e}. Install it.") from e
     except gym.error.Error as e:
         raise ConfigError(f"{spec.id} cannot be made: {e}") from e
     except TypeError as e:
@@ -87,12 +88,14 @@ def explained(spec: EnvSpec, kwargs: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def _similar(name: str) -> str:
-    """' Did you mean ...?', whatever the case of the letters; Atari games by their short names."""
+def _similar(name: str, module: str) -> str:
+    """' Did you mean ...?', whatever the case of the letters; Atari games by their short names, those of `module` with it."""
     known = {atari_game(spec) or id for id, spec in gym.registry.items()} | set(MINATAR)
     by_lower = {id.lower(): id for id in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=3)
-    return f" Did you mean {' or '.join(by_lower[c] for c in close)}?" if close else ""
+    theirs = [id for id, spec in gym.registry.items() if module and str(spec.entry_point).startswith(module)]
+    found = [f"{module}:{id}" if id in theirs else id for id in (by_lower[c] for c in close)]
+    return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _register_minatar() -> None:
@@ -102,7 +105,7 @@ def _register_minatar() -> None:
 
             minatar.gym.register_envs()
     except ImportError as e:
-        raise ConfigError('MinAtar is not installed. Install it: pip install "qfleet[minatar]"') from e
+        raise ConfigError(f"MinAtar is not installed: {machine.install('minatar')}") from e
 
 
 def _register_atari(name: str) -> str:

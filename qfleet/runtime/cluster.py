@@ -71,7 +71,7 @@ class Fleet:
             import ray
         except ImportError:
             raise ConfigError(
-                f"learners is {config.learners}, which needs Ray: pip install 'qfleet[ray]'. (Or start them with torchrun, see docs/sync.md.)"
+                f"learners is {config.learners}, which needs Ray: {machine.install('ray')}. (Or start them with torchrun, see docs/sync.md.)"
             ) from None
         self._ray, self._say, self._losses = ray, say, Losses(ray)
         self._open = contextlib.ExitStack()
@@ -300,6 +300,8 @@ class Fleet:
             self._running[self._learners[rank].run.remote()] = rank
             self._expected[rank] = time.monotonic()
         then = "" if self.over else ": a new one takes its place"
+        if then and self._incarnations[rank] > 1:
+            then += f" ({who(rank)} was lost {self._incarnations[rank]} times by now)"
         self._notes.append(f"step {self.steps:,}: {who(rank)} {what}{then}")
 
     def _fail(self, why: TeamError) -> None:

@@ -30,13 +30,14 @@ from qfleet import __version__
 from qfleet.config import Config, ConfigError, flatten, to_dict
 from qfleet.learner import Learner
 from qfleet.runtime.setup import kind_of
-from qfleet.sync.balance import Balance
+from qfleet.sync.balance import Balance, shares
 from qfleet.sync.group import Group
 from qfleet.sync.traffic import Traffic
 from qfleet.types import State
 
 PATIENCE = timedelta(seconds=60)  # for a rank that does not answer, beyond the watchdog's time for environments
 
+NEARLY = 0.05  # of all samples: as near as a learner's part must come to its weight
 
 NONE = Traffic()  # of who is alone
 
@@ -231,6 +232,13 @@ def check_division(config: Config, size: int) -> None:
         )
     if config.sync.weights and len(config.sync.weights) != size:
         raise ConfigError(f"sync.weights has {len(config.sync.weights)} numbers, but there are {size} learners.")
+    if config.sync.weights:
+        total, whole = config.learner.batch_size * size, sum(config.sync.weights)
+        divided = shares(config.sync.weights, total)
+        if any(abs(part / total - w / whole) > NEARLY for part, w in zip(divided, config.sync.weights, strict=True)):
+            raise ConfigError(
+                f"sync.weights {', '.join(f'{w:g}' for w in config.sync.weights)} cannot be had with {total} samples for all learners (they would have {', '.join(map(str, divided))}): raise --learner.batch-size."
+            )
     recorded = kind_of(config.device) == "cuda" or config.runtime.schedule == "streams"
     if recorded and (config.sync.balance or config.sync.weights):
         raise ConfigError(

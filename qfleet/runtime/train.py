@@ -31,7 +31,7 @@ from qfleet.runtime.evaluator import Evaluator, Stuck
 from qfleet.runtime.metrics import Metrics, Window
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import lock, prepare, versions
-from qfleet.runtime.team import Alone, Team, TeamError
+from qfleet.runtime.team import Alone, Team, TeamError, command
 from qfleet.runtime.watchdog import Watchdog, end
 from qfleet.runtime.worker import EXPLODED, Worker
 from qfleet.types import State
@@ -246,8 +246,10 @@ class Trainer:
 
     def _rescue(self, error: Exception) -> str:
         """Save what can be saved when environments fail, most likely -> what became of it."""
-        if isinstance(error, TeamError) or self._one_of_several:  # others are lost, too, or do not know
+        if isinstance(error, TeamError):  # others are lost, too
             return self._last_checkpoint()
+        if self._one_of_several:  # the others do not know
+            return f"{self._last_checkpoint()} Go on with `{command()} train --resume {self.run_dir}`."
         self.team.stop()  # learners on Ray come to their end, and save their parts there
         return self._save_what_answers(stuck=not self._between, failing=error)
 
@@ -389,7 +391,8 @@ class Trainer:
             with self.worker.lend() as parameters:
                 self.evaluator.start(parameters, rng.derive(self.config.seed, f"evaluation {step}"), step)
             self._take_evaluation(wait=last)
-        self.window.leave_out(time.perf_counter() - began)  # evaluation is not training time
+        if isinstance(self.worker, Worker):  # which stands still meanwhile: learners on Ray go on
+            self.window.leave_out(time.perf_counter() - began)
 
     def _take_evaluation(self, wait: bool) -> None:
         if self.evaluator.busy:

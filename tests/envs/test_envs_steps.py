@@ -132,6 +132,7 @@ def test_module_ids_import_from_the_working_directory(tmp_path: Any, monkeypatch
     [
         ({"id": "CartPol-v1"}, r"no environment 'CartPol-v1'. Did you mean CartPole-v1"),
         ({"id": "Ponk"}, "Did you mean pong"),
+        ({"id": "env_toys:Countr-v0"}, "Did you mean env_toys:Counter-v0"),
         ({"id": "LunarLander-v2"}, "Did you mean LunarLander-v3"),
         ({"id": "MinAtar/Breakot-v1"}, "MinAtar/Breakout-v1"),
         ({"id": "no_such_module:Maze-v0"}, "cannot import 'no_such_module'"),

@@ -291,7 +291,7 @@ def test_resuming_a_complete_run_says_so(tmp_path: Path, capsys: pytest.CaptureF
     train(tmp_path / "run", steps=500)
     before = numbers(tmp_path / "run")
     qfleet.train(resume=tmp_path / "run")
-    assert "this run is complete at step 5" in capsys.readouterr().out
+    assert "this run is complete: it has made 5" in capsys.readouterr().out
     assert numbers(tmp_path / "run") == before
 
 
