@@ -44,7 +44,7 @@ FAULTS = 5
 STEPS = 60_000
 KINDS = ("none", "kill a learner", "stop a learner", "kill a server", "kill two")
 SETTINGS: dict[str, Any] = {
-    "learners": 2, "sync.servers": 2, "sync.heartbeat": 2.0, "learner.batch_size": 64, "runtime.eval_every": 5_000, "runtime.checkpoint_every": 0,
+    "learners": 2, "sync.servers": 2, "sync.heartbeat": 2.0, "learner.batch_size": 64, "runtime.eval_every": 5_000, "runtime.checkpoint_every": 10_000,
 }  # fmt: skip
 
 
