@@ -125,6 +125,8 @@ def train(
         if started:
             _same_launcher(folder, settings, mine.size)
         settings = replace(settings, learners=max(settings.learners, mine.size))
+        if not started:
+            settings.check_batch(settings.learners)
         return _train(settings, Path(mine.first(str(folder))), mine, started, resume is not None, progress)
 
 

@@ -438,11 +438,6 @@ class Config:
                 f"the first update comes after {first:,} steps ({self.first_update:,} before learning starts, then batch_size{times} / samples_per_step), but total_steps is {self.total_steps:,}: no update would ever be made. "
                 f"Raise --total-steps, or lower --replay.min-steps or --learner.batch-size."
             )
-        if self.learner.batch_size * learners > self.replay.capacity:
-            among = f" of each of {learners} learners" if learners > 1 else ""
-            raise ConfigError(
-                f"learner.batch_size {self.learner.batch_size:,}{among} is more than replay.capacity has rows ({self.replay.capacity:,}): lower --learner.batch-size, or raise --replay.capacity."
-            )
         samples = (self.total_steps - self.first_update) * Fraction(
             str(self.replay.samples_per_step)
         )  # as in the limiter
@@ -451,6 +446,14 @@ class Config:
             raise ConfigError(
                 f"{self.total_steps:,} steps are {updates:,} updates of each learner, but in {self.sync.mode} they meet every {self.sync.local_steps} (sync.local_steps): what is saved would never be trained. "
                 f"Raise --total-steps, or lower --sync.local-steps or --learner.batch-size."
+            )
+
+    def check_batch(self, learners: int) -> None:
+        """A run whose batches are larger than its replay is a mistake."""
+        if self.learner.batch_size * learners > self.replay.capacity:
+            among = f" of each of {learners} learners" if learners > 1 else ""
+            raise ConfigError(
+                f"learner.batch_size {self.learner.batch_size:,}{among} is more than replay.capacity has rows ({self.replay.capacity:,}): lower --learner.batch-size, or raise --replay.capacity."
             )
 
     @property

@@ -157,6 +157,13 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, message, capsys):
     assert out == "" and err.startswith("qfleet: error: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("learners", ["1", "2"])
+def test_batches_larger_than_the_replay_are_refused(learners, tmp_path, capsys):
+    words = ["train", "CartPole-v1", "--learners", learners, "--learner.batch-size", "3000", "--replay.capacity", "4000" if learners == "2" else "2000"]  # fmt: skip
+    assert main([*words, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "is more than replay.capacity has rows" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_the_other_commands():
     assert parse(["eval", "r"]) == Command(
         "eval", {"run": "r", "episodes": 20, "seed": None, "epsilon": None, "device": "auto", "json": False}

@@ -87,10 +87,6 @@ def test_names_from_elsewhere_lead_to_settings_there_are() -> None:
         ({"network.kind": "natur"}, r"Did you mean nature"),
         ({"runtime.schedule": "pipelined"}, r"add --runtime.lag 1"),
         ({"replay.min_steps": 10**6}, r"no update would ever be made"),
-        (
-            {"learners": 2, "learner.batch_size": 600, "replay.capacity": 1000},
-            r"learner.batch_size 600 of each of 2 learners is more than replay.capacity has rows \(1,000\)",
-        ),
         ({"replay.capacity": 8}, r"raise it to at least"),
         ({"learner.munchausen": True, "learner.double": True}, r"exclude each other"),
         ({"learner.munchausen": True, "network.dist": "c51"}, r"not c51"),
