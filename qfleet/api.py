@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from qfleet import config as configs
 from qfleet import networks, recipes
@@ -308,7 +307,6 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> Config:
             # What was settled for the other one. (Precision stays: it is part of the numbers.)
             given = {**given, "acting.device": "auto", "runtime.schedule": "auto"}
         config = configs.override(config, given)
-        configs.dump_yaml(config, folder / "config.yaml", _resolved(folder))
     return config
 
 
@@ -319,10 +317,6 @@ def read_config(folder: Path) -> Config:
     if "env.id" not in values:
         raise ConfigError(f"{path} is damaged: it names no environment. Restore it, or start a new run.")
     return configs.from_dict(values)
-
-
-def _resolved(folder: Path) -> dict[str, Any]:
-    return dict(yaml.safe_load((folder / "config.yaml").read_text()).get("resolved") or {})
 
 
 def new_run_dir(config: Config) -> Path:

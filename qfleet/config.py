@@ -606,3 +606,8 @@ def dump_yaml(config: Config, path: str | Path, extra: Mapping[str, Any] | None 
         f.flush()
         os.fsync(f.fileno())
     temporary.replace(path)  # whole or not at all
+
+
+def rewrite_yaml(config: Config, path: str | Path) -> None:
+    """Put it in the place of the one that is there; what `dump_yaml` was given beside that stays."""
+    dump_yaml(config, path, yaml.safe_load(Path(path).read_text()).get(RESOLVED.rstrip(".")))

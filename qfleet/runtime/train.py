@@ -21,7 +21,7 @@ import torch
 
 from qfleet import machine, rng
 from qfleet.acting import placement
-from qfleet.config import Config, ConfigError, dump_yaml
+from qfleet.config import Config, ConfigError, dump_yaml, rewrite_yaml
 from qfleet.envs import Envs
 from qfleet.learner import Flat, Learned
 from qfleet.runtime import evaluation
@@ -156,6 +156,7 @@ class Trainer:
             self._open.callback(self._unwatch)
         position = self._load() if resume else None
         if resume:
+            rewrite_yaml(given, run_dir / "config.yaml")  # a resume may change a few settings
             progress.message(f"  resumed       from the checkpoint at step {worker.steps:,}")
         self._evaluations_begun = worker.steps // (config.runtime.eval_every or 1)
         if not resume:

@@ -259,6 +259,7 @@ def test_spark_starts_learners_too(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"{tmp_path / 'run'}: " in done.stdout
+    assert "total_steps: 3000" in (tmp_path / "run/config.yaml").read_text()
     assert newest(tmp_path / "run")["step"] >= 3000 and (tmp_path / "run/learners/1/checkpoints/last").exists()
 
 

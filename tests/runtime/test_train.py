@@ -379,9 +379,13 @@ def test_compile_without_a_compiler_runs_eager_and_says_so(
 
 def test_two_processes_cannot_train_in_one_run_directory(tmp_path: Path) -> None:
     train(tmp_path / "run", steps=500)
-    held = lock(tmp_path / "run")
+    config = tmp_path / "run/config.yaml"
+    before, held = config.read_text(), lock(tmp_path / "run")
     with held, pytest.raises(ConfigError, match="another process is training"):
         qfleet.train(resume=tmp_path / "run", total_steps=600, progress=False)
+    assert config.read_text() == before
+    qfleet.train(resume=tmp_path / "run", total_steps=600, progress=False)
+    assert config.read_text() == before.replace("total_steps: 500", "total_steps: 600") != before
 
 
 def test_a_folder_that_another_process_made_first_is_left_alone(
