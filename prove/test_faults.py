@@ -144,7 +144,7 @@ class Disturbance:
 
     def after_news(self, fleet: Fleet) -> None:
         now = time.monotonic()
-        self.heard += [(now, rank) for rank in fleet.told]
+        self.heard += [(now, rank) for rank in fleet.reported]
         if not self.at or fleet.steps < self.at[0]:
             return
         assert fleet.servers is not None

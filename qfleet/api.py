@@ -20,10 +20,11 @@ from qfleet.config import Config, ConfigError, SyncConfig
 from qfleet.envs import Envs, ids
 from qfleet.runtime import checkpoint, evaluation, metrics, team
 from qfleet.runtime.evaluation import Evaluation
+from qfleet.runtime.follower import Follower
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import pick_device
 from qfleet.runtime.team import Team
-from qfleet.runtime.train import Crew, Follower, Trainer
+from qfleet.runtime.train import Crew, Trainer
 from qfleet.runtime.watchdog import watched
 from qfleet.runtime.worker import Worker
 from qfleet.types import Spec

@@ -268,8 +268,8 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 
 
 def train(**args: Any) -> int:
+    from qfleet.runtime.failing import TrainingError
     from qfleet.runtime.team import TeamError, command
-    from qfleet.runtime.train import TrainingError
     from qfleet.sync.wire import Unreachable
 
     try:
@@ -390,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SystemExit as e:  # no command of ours exits
-        from qfleet.runtime.train import exited
+        from qfleet.runtime.failing import exited
 
         raise exited(e) from e
     except KeyboardInterrupt as e:

@@ -315,7 +315,7 @@ def test_expected_errors_are_one_line(error, code, line, monkeypatch, capsys):
 
 
 def test_a_diverged_run_is_one_line(monkeypatch, capsys):
-    from qfleet.runtime.train import TrainingError
+    from qfleet.runtime.failing import TrainingError
 
     def train(**args):
         raise TrainingError("the loss is no longer a finite number")

@@ -20,10 +20,10 @@ from pathlib import Path
 from qfleet.config import Config, ConfigError
 from qfleet.learner import Learned
 from qfleet.runtime.checkpoint import Checkpoints
+from qfleet.runtime.failing import ERRORS, exited
 from qfleet.runtime.lost import said
 from qfleet.runtime.member import Member, Place
 from qfleet.runtime.ring import Ring
-from qfleet.runtime.train import ERRORS, exited
 from qfleet.runtime.worker import Worker, tensors
 from qfleet.sync.policies import Commit, Key
 from qfleet.sync.server import Server

@@ -25,7 +25,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -41,17 +40,15 @@ from qfleet.runtime.member import Place, added
 from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
 from qfleet.runtime.team import TeamError
+from qfleet.runtime.told import Told
 from qfleet.runtime.worker import EXPLODED
 from qfleet.sync.shard import Copy, Position
-from qfleet.sync.traffic import COUNTS, rates
 from qfleet.sync.wire import Gone
 from qfleet.types import State
 
 PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
-EACH = ("samples_per_second", "mb_per_second", "wait", "staleness", "rejected")  # metrics of every learner
 BREAKS = 3  # of a group of learners in a row, though all are there: it will never do
 ANSWER = 1.0  # seconds for a learner to say which version it has
-SECONDS = ("env", "act", "learn", "transfer", "wait", "wait_actions", "sync/wait")  # on a learner's clock
 
 
 class Saving(NamedTuple):
@@ -88,10 +85,8 @@ class Fleet:
         self.envs = sample
         self.steps = 0
         self.team = Orderer(self)
-        self._clocks: dict[int, dict[str, float]] = {}
-        self._ended: list[dict[str, float]] = []  # clocks of learners that were replaced
-        self._updates = 0  # of all learners
-        self.told: list[int] = []  # who reported last
+        self.told = Told(config.learners)
+        self.reported: list[int] = []  # who did last
         self._unread: Learned | None = None  # what was told while a checkpoint was written
         self._saved = 0  # step of the newest checkpoint that was asked for
         self._final = False  # the last one is complete
@@ -104,10 +99,7 @@ class Fleet:
         self._released: set[int] = set()  # those that waited for room, and do so again
         self.failure: Exception | None = None  # of a learner: it would fail again
         self._resuming: set[int] = set()  # learners that were given a part of a checkpoint, and have not reported since
-        self._values: dict[int, dict[str, float]] = {}
         self._versions: dict[int, int] = {}  # that learners said they have
-        self._episodes = 0.0  # of learners that were replaced
-        self._then: dict[int, dict[str, float]] = {}  # clocks at the last line of metrics
 
     def summary(self) -> list[str]:
         c = self.config
@@ -207,14 +199,12 @@ class Fleet:
 
     def _news(self, seconds: float) -> Learned | None:
         learned: Learned | None = None
-        self.steps, told = self._meeting.news(seconds)
-        self.told = [report.rank for report in told]
-        for report in told:
+        self.steps, reports = self._meeting.news(seconds)
+        self.reported = [report.rank for report in reports]
+        for report in reports:
             if report.incarnation != self._incarnations[report.rank]:
                 continue
-            if report.clock:
-                self._values[report.rank] = report.values
-                self._clocks[report.rank] = report.clock
+            self.told.add(report)
             if report.rank not in self._versions:
                 self._losses.worked(who(report.rank))
             self._versions[report.rank] = report.version
@@ -224,7 +214,6 @@ class Fleet:
                 self._absent.remove(report.rank)
                 self._notes.append(f"step {self.steps:,}: learner {report.rank} has joined")
             learned = added(learned, report.learned)
-        self._updates += 0 if learned is None else learned.updates
         return learned
 
     # --- what is lost is replaced -----------------------------------------------------------------------------------------
@@ -323,11 +312,8 @@ class Fleet:
         self._meeting.at_hub(lambda hub: hub.leave(rank))
         if self.servers is not None:
             self.servers.client.leave(rank, self._incarnations[rank] + 1)
-        if rank in self._clocks:
-            self._ended.append(self._clocks.pop(rank))
-        self._then.pop(rank, None)
+        self.told.remove(rank)
         self._versions.pop(rank, None)
-        self._episodes += self._values.pop(rank, {}).get("rollout/episodes", 0.0)
         self._running = {ref: r for ref, r in self._running.items() if r != rank}
         self._expected.pop(rank, None)
         self._released.discard(rank)
@@ -395,20 +381,7 @@ class Fleet:
         return self._notes.pop(0) if self._notes else ""
 
     def values(self) -> dict[str, float]:
-        """Means over the learners; episodes are counted together, updates are of who made most. And of each learner, what it did since the last time."""
-        every = list(self._values.values())
-        names = {name for values in every for name in values}
-        values = {n: float(np.mean([v[n] for v in every if n in v])) for n in sorted(names)}
-        if every:
-            values["train/n_updates"] = max(v["train/n_updates"] for v in every)
-        values["rollout/episodes"] = self._episodes + sum(v.get("rollout/episodes", 0.0) for v in every)
-        for rank, clock in sorted(self._clocks.items()):
-            then, self._then[rank] = self._then.get(rank), clock
-            if then is not None and clock["wall"] > then["wall"]:
-                passed = {name: clock[name] - then[name] for name in clock}
-                found = rates(passed, passed["wall"])
-                values |= {f"learner_{rank}/{n}": found[f"sync/{n}"] for n in EACH if f"sync/{n}" in found}
-        return values
+        return self.told.values()
 
     def waiting(self) -> float | None:
         return None
@@ -420,11 +393,7 @@ class Fleet:
         self.close()
 
     def clock(self) -> dict[str, float]:
-        """Counts of all learners; seconds are means over them, so that shares are shares of a learner's time."""
-        every = [*self._ended, *self._clocks.values()]
-        seconds = {n: sum(clock[n] for clock in every) / self.config.learners for n in SECONDS}
-        counts = {n: sum(clock[n] for clock in every) for n in ("bytes", *COUNTS)}
-        return {"wall": time.perf_counter(), "steps": self.steps, "updates": self._updates, **counts, **seconds}
+        return self.told.clock(self.steps)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -474,7 +443,7 @@ class Fleet:
         states = [] if self.servers is None else self.servers.states()
         with self.lend():
             model = self._net.state_dict()
-            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state(parts)), "incarnations": self._incarnations, "updates": self._updates, "parts": parts}  # fmt: skip
+            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state(parts)), "incarnations": self._incarnations, "updates": self.told.updates, "parts": parts}  # fmt: skip
             checkpoints.save_state(
                 step, {"spec": asdict(self.envs.spec), "learner": {"model": model}, "cluster": about, **more}
             )
@@ -490,7 +459,7 @@ class Fleet:
         folder = checkpoint.newest(checkpoints.dir)
         state, _ = checkpoint.read(folder)
         about, step = state["cluster"], int(state["step"])
-        self._saved, self._incarnations, self._updates = step, about["incarnations"], about["updates"]
+        self._saved, self._incarnations, self.told.updates = step, about["incarnations"], about["updates"]
         if self.servers is not None:
             self.servers.load(about["servers"])
         present = [r for r in about["parts"] if self._part(r, step).exists()]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,23 +26,17 @@ from qfleet.runtime import evaluation
 from qfleet.runtime.checkpoint import Checkpoints
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.evaluator import Evaluator, Stuck
+from qfleet.runtime.failing import ERRORS, Failing, exited, out_of_memory
 from qfleet.runtime.metrics import Metrics, Window
 from qfleet.runtime.progress import Progress
 from qfleet.runtime.setup import lock, prepare, versions
-from qfleet.runtime.team import Alone, Team, TeamError, command
-from qfleet.runtime.watchdog import Watchdog, end
+from qfleet.runtime.team import Alone
 from qfleet.runtime.worker import EXPLODED, Worker
 from qfleet.types import State
 
 AGAIN = 1.0  # seconds in which a second signal is an echo of the first
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EVALUATION_SHARE = 4  # an evaluation beside the training has this part of the cores: its threads spin while they wait
-ERRORS = (Exception, SystemExit)  # what environments, which are the user's code, may raise
 PLATEAU = 3  # evaluations without a new best before lr_schedule=plateau halves the learning rate
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on: the loss exploded."""
 
 
 class Leading(Protocol):
@@ -104,7 +96,7 @@ class Trainer:
     ) -> None:
         self.run_dir, self.progress = run_dir, progress
         self._open = contextlib.ExitStack()  # what must be closed, in reverse order, whatever happens
-        self._new = False  # we made the folder, and hold its lock
+        self.new = False  # we made the folder, and hold its lock
         try:
             self.worker = make(config)
             self.team = self.worker.team
@@ -112,7 +104,7 @@ class Trainer:
             self._make(config, resume)
         except BaseException as e:
             self._open.close()
-            if self._new:  # a run that never began leaves nothing behind
+            if self.new:  # a run that never began leaves nothing behind
                 shutil.rmtree(run_dir, ignore_errors=True)
             if isinstance(e, KeyboardInterrupt):
                 e.add_note("The last checkpoint is unchanged." if resume else "The run had not begun yet.")
@@ -128,7 +120,7 @@ class Trainer:
         if not resume:
             prepare(run_dir)
         self._open.enter_context(lock(run_dir))
-        self._new = absent
+        self.new = absent
         if not resume and (run_dir / "config.yaml").exists():
             progress.message(
                 f"{run_dir} held a run that ended before its first checkpoint: this one begins anew, in its place"
@@ -149,11 +141,9 @@ class Trainer:
         self._evaluation_due = False  # a signal cut it short: it comes first in the resumed run
         self.stop_reason = ""
         self.signal: int | None = None
-        self._begun, self._between = False, True  # rounds
-        self._unwatch: Callable[[], None] = lambda: None
-        if seconds := config.runtime.watchdog:
-            self._unwatch = Watchdog(self._waiting, seconds, self._environments_stuck).close
-            self._open.callback(self._unwatch)
+        self.begun, self.between = False, True  # rounds
+        self.failing = Failing(self)
+        self._open.callback(self.failing.unwatch)
         position = self._load() if resume else None
         if resume:
             rewrite_yaml(given, run_dir / "config.yaml")  # a resume may change a few settings
@@ -168,7 +158,7 @@ class Trainer:
         self.metrics = Metrics(run_dir, position)
         self._open.callback(self.metrics.close)
         self.window.begin()
-        self._begun = True
+        self.begun = True
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -182,9 +172,9 @@ class Trainer:
                 for number, handler in previous.items():
                     signal.signal(number, handler)
         except BaseException as e:
-            self._close(e)
+            self.failing.close(e, self.close)
             raise
-        self._close(None)
+        self.failing.close(None, self.close)
 
     def _run(self) -> None:
         if self.worker.over:
@@ -193,142 +183,33 @@ class Trainer:
             if self._evaluation_due:
                 self._evaluate(self.worker.steps, last=bool(self.stop_reason))
             while not self.worker.over:
-                before, self._between = self.worker.steps, False
+                before, self.between = self.worker.steps, False
                 learned = self.worker.round()
-                self._between = True
+                self.between = True
                 self._between_rounds(before, self.worker.steps, learned)
             # It may have come to its end while a checkpoint was written.
             if not self.stop_reason and self.worker.steps >= self.config.total_steps:
                 self._between_rounds(self.worker.steps, self.worker.steps, self.worker.settle())
             if not self.stop_reason:  # another learner of the team was told to
                 self.stop_reason, self.signal = "signal", signal.SIGTERM
-            self._save()
-        except Stuck as e:  # the thread it hangs in cannot be joined
-            self._unwatch()
-            self._stuck(str(e))
+            self.save()
+        except Stuck as e:
+            self.failing.stuck(str(e))
         except ERRORS as e:
-            error = self._failed(exited(e) if isinstance(e, SystemExit) else e)
+            error = self.failing.failed(exited(e) if isinstance(e, SystemExit) else e)
             if error is e:
                 raise
             raise error from error.__cause__
         if self.worker.failure is not None:
-            self.worker.failure.add_note(self._saved)
+            self.worker.failure.add_note(self.failing.saved)
             raise self.worker.failure
 
     def close(self) -> None:
         self._open.close()
 
-    def _close(self, failing: BaseException | None) -> None:
-        """What goes wrong now must not hide why the run fails."""
-        try:
-            self.close()
-        except Stuck as e:  # a signal stopped the run before its evaluation had ended
-            self._end(str(e), "" if failing is not None else self._saved, failing)
-        except ERRORS as e:
-            if failing is None:
-                raise
-            failing.add_note(f"Closing failed, too: {e}")
-
-    def _failed(self, error: Exception) -> Exception:
-        """-> what to raise for it, with what became of the run."""
-        self._unwatch()  # it would save, too; what is asked of environments from now on is watched where it is asked
-        if isinstance(error, torch.OutOfMemoryError):
-            error = TrainingError(f"{out_of_memory(self.config, error)} {self._last_checkpoint()}")
-        elif isinstance(error, OSError) and error.errno in DISK_FULL:
-            hint = f"Make room and go on with `qfleet train --resume {self.run_dir}`."
-            error = OSError(error.errno, f"{error.strerror}. The run stopped. {self._last_checkpoint()} {hint}")
-        elif not isinstance(error, TrainingError):
-            error.add_note(self._rescue(error))
-        first = self.worker.failure
-        if first is None or first is error:
-            return error
-        first.add_note(" ".join([f"Then this failed: {error}", *getattr(error, "__notes__", ())]))
-        return first
-
-    def _rescue(self, error: Exception) -> str:
-        """Save what can be saved when environments fail, most likely -> what became of it."""
-        if isinstance(error, TeamError):  # others are lost, too
-            return self._last_checkpoint()
-        if self._one_of_several:  # the others do not know
-            return f"{self._last_checkpoint()} Go on with `{command()} train --resume {self.run_dir}`."
-        self.team.stop()  # learners on Ray come to their end, and save their parts there
-        return self._save_what_answers(stuck=not self._between, failing=error)
-
-    def _save_what_answers(self, stuck: bool, failing: Exception | None = None) -> str:
-        """`stuck`: without the environments; they are left out, too, where they fail or hang while they are asked for their state
-        -> what became of it. `failing`: why the run ends, if it is not that they hang."""
-        try:
-            if not stuck:
-                try:
-                    with self._watching(failing):
-                        self._save()
-                    return self._saved
-                except ERRORS as e:
-                    if isinstance(e, TrainingError) or not isinstance(self.worker, Worker):
-                        raise
-            self._save(stuck=True)
-        except ERRORS as e:  # what has failed must be said, whatever fails now
-            return f"Saving failed: {e}. {self._last_checkpoint()}"
-        return self._saved
-
-    def _watching(self, failing: Exception | None) -> AbstractContextManager[object]:
-        """A watchdog for environments that are asked for their state when the run ends."""
-
-        def stuck() -> None:
-            self._stuck(self.worker.awaited(), training=True, failing=failing)
-
-        seconds = self.config.runtime.watchdog
-        return (
-            contextlib.closing(Watchdog(self.worker.waiting, seconds, stuck)) if seconds else contextlib.nullcontext()
-        )
-
-    @property
-    def _one_of_several(self) -> bool:
-        """Under a launcher: the others would not save their parts."""
-        return isinstance(self.worker, Worker) and self.team.size > 1
-
-    @property
-    def _saved(self) -> str:
-        return f"Everything else is saved: go on with `qfleet train --resume {self.run_dir}`."
-
     def _stop(self, reason: str) -> None:
         self.stop_reason = reason
         self.team.stop()
-
-    def _waiting(self) -> float | None:
-        """Since when this thread has been waiting for environments, of the training or of an evaluation."""
-        waiting = self.worker.waiting()
-        return self.evaluator.waiting if waiting is None else waiting
-
-    def _environments_stuck(self) -> None:
-        """Called by the watchdog, while the training thread waits for environments that do not answer."""
-        awaited = self.worker.awaited()
-        self._stuck(awaited or "the evaluation's environments", training=bool(awaited))
-
-    def _stuck(self, who: str, training: bool = False, failing: Exception | None = None) -> NoReturn:
-        """Save and end the process. `training`: without the environments of the training, which do not answer."""
-        message = ""
-        try:
-            if not self._begun:
-                if self._new:  # it leaves nothing behind
-                    shutil.rmtree(self.run_dir, ignore_errors=True)
-            elif self._one_of_several:
-                message = self._last_checkpoint()
-            else:
-                self.team.stop()
-                message = self._save_what_answers(stuck=training)
-        finally:  # whatever fails here, the process must end, and say why
-            self._end(who, message, failing)
-
-    def _end(self, who: str, message: str, failing: BaseException | None) -> NoReturn:
-        """End the process, and what would be left behind. `failing`: why the run had ended before."""
-        self.progress.close()
-        self.worker.kill()
-        self.evaluator.kill()
-        if failing is not None:
-            traceback.print_exception(failing)
-        before = "" if self.worker.failure is None else f" Before that, {self.worker.failure}."
-        end(who, self.config.runtime.watchdog, before + (message and f" {message}"))
 
     # --- between rounds ------------------------------------------------------------------------------------------
 
@@ -349,13 +230,13 @@ class Trainer:
             self.progress.message("stopping: a checkpoint is written, to go on from")
             self._stop("signal")
         if crossed(before, step, c.checkpoint_every):
-            self._save()
+            self.save()
 
     def _account(self, learned: Learned | None) -> None:
         if learned is not None:
             self.window.add(learned)
             if not learned.loss_sum < EXPLODED * learned.updates:
-                self._diverged(self.worker.steps)
+                self.failing.diverged(self.worker.steps)
 
     def _log(self, step: int) -> None:
         values = self.worker.values()
@@ -430,24 +311,15 @@ class Trainer:
         elif c.patience and self.evaluations_since_best >= c.patience:
             self._stop("patience")
 
-    def _last_checkpoint(self) -> str:
-        saved = sorted(p for p in self.checkpoints.dir.glob("step_*") if p.suffix != ".tmp")
-        return f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
-
-    def _diverged(self, step: int) -> None:
-        raise TrainingError(
-            f"the loss exploded (it is no number, or above {EXPLODED:g}) at step {step:,}. {self._last_checkpoint()} Lower --learner.lr or set --learner.grad-clip; check that observations and rewards are finite numbers."
-        )
-
     # --- stopping and resuming -----------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
         self.signal = number
 
-    def _save(self, stuck: bool = False) -> None:
+    def save(self, stuck: bool = False) -> None:
         self._account(self.worker.settle())
         if self.worker.exploded():
-            self._diverged(self.worker.steps)
+            self.failing.diverged(self.worker.steps)
         self.worker.save(self.checkpoints, self._remembered(), stuck)
 
     def _remembered(self) -> State:
@@ -475,54 +347,6 @@ class Trainer:
         return self._before + time.perf_counter() - self._began
 
 
-class Follower:
-    """A learner that is not the first of its team: it goes through its rounds, and saves its part when all do."""
-
-    def __init__(self, config: Config, run_dir: Path, team: Team, resume: bool = False) -> None:
-        self.team, self.worker = team, Worker(config, team)
-        self._open = contextlib.ExitStack()
-        self._open.callback(self.worker.close)
-        try:
-            self.worker.build()
-            self.config = self.worker.config
-            if seconds := config.runtime.watchdog:
-                self._open.callback(Watchdog(self.worker.waiting, seconds, self._stuck).close)
-            self.checkpoints = Checkpoints(run_dir / "learners" / str(team.rank), config.runtime.keep)
-            if resume:
-                self.worker.load(self.checkpoints)
-            else:
-                self.worker.start()
-        except BaseException:
-            self._open.close()
-            raise
-
-    def _stuck(self) -> None:
-        who = f"learner {self.team.rank}: {self.worker.awaited()}"
-        self.worker.kill()
-        end(who, self.config.runtime.watchdog)
-
-    def run(self) -> None:
-        previous = catch_signals(lambda number: self.team.stop())
-        try:
-            while not self.worker.over:
-                before = self.worker.steps
-                self.worker.round()
-                if crossed(before, self.worker.steps, self.config.runtime.checkpoint_every):
-                    self._save()
-            self._save()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            self._open.close()
-
-    def _save(self) -> None:
-        self.worker.settle()
-        self.worker.save(self.checkpoints, {})
-
-
-# --- small things ----------------------------------------------------------------------------------------------------
-
-
 def catch_signals(caught: Callable[[int], None]) -> dict[int, Any]:
     """First SIGINT or SIGTERM: finish the round, checkpoint, leave. The second: leave at once. -> the handlers of before.
 
@@ -542,21 +366,6 @@ def catch_signals(caught: Callable[[int], None]) -> dict[int, Any]:
     return {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
-def exited(error: SystemExit) -> RuntimeError:
-    """Of an environment: it would end the program without a word."""
-    code = "" if error.code is None else repr(error.code)
-    why = RuntimeError(f"the environment called sys.exit({code}). Let it raise an error, or end the episode, instead.")
-    why.__cause__ = error
-    return why
-
-
 def crossed(before: int, after: int, every: int) -> bool:
     """Did the count pass a multiple of `every` (0: never)?"""
     return every > 0 and before // every < after // every
-
-
-def out_of_memory(config: Config, error: torch.OutOfMemoryError) -> str:
-    return (
-        f"the GPU has too little memory: {str(error).splitlines()[0].removeprefix('CUDA out of memory. ')} Lower --replay.capacity ({config.replay.capacity:,}), "
-        f"--learner.batch-size ({config.learner.batch_size}) or --env.num-envs ({config.env.num_envs}), or keep the replay in main memory with --replay.device cpu."
-    )

@@ -49,7 +49,7 @@ def test_batches_are_divided(ray: None, how: dict[str, Any], tmp_path: Path, mon
     run = trained(tmp_path / "run", "sync", 1500, sync__transport="server", **how)
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 1500
     pushes, samples = (
-        [fleets[-1]._clocks[rank][f"sync/{name}"] for rank in range(2)] for name in ("pushes", "samples")
+        [fleets[-1].told.clocks[rank][f"sync/{name}"] for rank in range(2)] for name in ("pushes", "samples")
     )
     assert pushes[0] == pushes[1] > 100 and sum(samples) == 32 * pushes[0]
     if "sync__weights" in how:

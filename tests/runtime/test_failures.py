@@ -230,7 +230,7 @@ def test_an_environment_that_hangs_while_the_rest_is_saved(
 
     monkeypatch.setattr(evaluation, "play", play)
     monkeypatch.setattr(Collector, "_states", states)
-    monkeypatch.setattr("qfleet.runtime.train.end", end)
+    monkeypatch.setattr("qfleet.runtime.failing.end", end)
     with pytest.raises(ConnectionRefusedError):
         alone(tmp_path, runtime__watchdog=0.2)
     assert told == [("4 environments", 0.2, f" {saved(tmp_path)}")]
@@ -261,7 +261,7 @@ def test_an_evaluation_that_hangs_when_the_run_ends(
     monkeypatch.setattr(Evaluator, "close", close)
     monkeypatch.setattr(Evaluator, "kill", lambda self: done.append("evaluator"))
     monkeypatch.setattr(Trainer, "_between_rounds", between)
-    monkeypatch.setattr("qfleet.runtime.train.end", end)
+    monkeypatch.setattr("qfleet.runtime.failing.end", end)
     with pytest.raises(Ended) as ended:
         alone(tmp_path)
     said = capsys.readouterr().err

@@ -400,7 +400,7 @@ def test_who_hangs_does_not_hold_up_the_others_at_a_checkpoint(
     def counted(self: Fleet, seconds: float) -> Any:
         learned = news(self, seconds)
         if hung and self._incarnations[1] == 0 and self._meeting.at_hub(lambda hub: 0 in hub._saved):
-            reports.extend(rank for rank in self.told if rank == 0)
+            reports.extend(rank for rank in self.reported if rank == 0)
         return learned
 
     with monkeypatch.context() as m:

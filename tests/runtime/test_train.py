@@ -18,8 +18,9 @@ from qfleet import envs, machine, recipes
 from qfleet.config import ConfigError, override
 from qfleet.runtime import checkpoint, evaluation
 from qfleet.runtime.checkpoint import CheckpointError
+from qfleet.runtime.failing import TrainingError
 from qfleet.runtime.setup import lock, resolve, summary
-from qfleet.runtime.train import TrainingError, crossed
+from qfleet.runtime.train import crossed
 from qfleet.runtime.worker import Worker, lr_factor, threads_for
 
 SMALL = {
