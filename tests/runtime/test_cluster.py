@@ -107,14 +107,14 @@ def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, mode: str, *steps: int, **settings: Any) -> qfleet.Run:
     """Trained, and stopped by a signal soon after the first checkpoint."""
-    save = Trainer._save
+    save = Trainer.save
 
     def signalled(self: Trainer, stuck: bool = False) -> None:
         save(self, stuck)
         self.signal = signal.SIGTERM
 
     with monkeypatch.context() as m:
-        m.setattr(Trainer, "_save", signalled)
+        m.setattr(Trainer, "save", signalled)
         return trained(folder, mode, *steps, **settings, runtime__checkpoint_every=1000)
 
 

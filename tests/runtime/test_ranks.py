@@ -47,7 +47,7 @@ def trained(folder: Path, settings: dict[str, Any]) -> None:
 def work(rank: int, ports: list[int], folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
-    save, agree, tell, samples = Trainer._save, Group.agree, Work.tell, list[int]()
+    save, agree, tell, samples = Trainer.save, Group.agree, Work.tell, list[int]()
 
     def signalled(self: Trainer, stuck: bool = False) -> None:
         """Soon after the first checkpoint, and so both stop after the same round."""
@@ -68,7 +68,7 @@ def work(rank: int, ports: list[int], folder: Path) -> None:
     for run, port in zip(RUNS, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         name, _, part = run.partition(", ")
-        Trainer._save = signalled if part == "interrupted" else save  # type: ignore[method-assign]
+        Trainer.save = signalled if part == "interrupted" else save  # type: ignore[method-assign]
         if part == "resumed":
             qfleet.train(resume=folder / f"{name}, interrupted", progress=False)
         else:
