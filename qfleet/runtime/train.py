@@ -227,7 +227,7 @@ class Trainer:
             self._stop("total_steps")
         self._evaluate(step, last=finished)
         if self.signal is not None:
-            self.progress.message("stopping: a checkpoint is written, to go on from")
+            self.progress.message(f"stopping at step {step:,}: a checkpoint is written, to go on from")
             self._stop("signal")
         if crossed(before, step, c.checkpoint_every):
             self.save()

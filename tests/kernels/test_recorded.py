@@ -44,6 +44,23 @@ def test_recorded_updates_are_those_that_were_recorded(recipe: str, precision: s
 
 
 @gpu
+@pytest.mark.parametrize("recipe", ["double", "rainbow"])
+def test_nothing_between_two_updates_waits_for_the_gpu(recipe: str) -> None:
+    """But for the numbers of the round before, which are waited for by an event: that is no error to torch."""
+    config = override(config_of(), recipes.RECIPES[recipe][1] | {"learner.target_interval": 3})
+    learner, replay = CapturedLearner(config, SPEC, DEVICE), filled(config)
+    learner.prepare(replay)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        told = [learner.learn(replay, 5, beta=0.5) for _ in range(3)]
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            learner.grad.sum().item()  # this would be one
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert learner.updates == 15 and told[0] is None and told[2] is not None
+
+
+@gpu
 def test_what_cannot_be_recorded_is_launched() -> None:
     count = torch.zeros(1, device=DEVICE)
 

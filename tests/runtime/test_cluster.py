@@ -17,6 +17,7 @@ from qfleet.config import Config, ConfigError, override
 from qfleet.runtime import checkpoint
 from qfleet.runtime.cluster import Fleet
 from qfleet.runtime.hub import BROKEN, READY, Hub, Report, identity
+from qfleet.runtime.metrics import Window
 from qfleet.runtime.resources import check
 from qfleet.runtime.train import Trainer
 
@@ -103,6 +104,18 @@ def test_sync_is_the_same_with_any_number_of_servers(ray: None, tmp_path: Path) 
     for other in weights[1:]:
         assert all((other[name] == value).all() for name, value in weights[0].items())
     assert numbers(runs[0]) == numbers(runs[1])
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_rates_leave_out_the_time_of_evaluations_that_learners_stand_still_for(
+    ray: None, learners: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those on Ray do not."""
+    left_out: list[float] = []
+    monkeypatch.setattr(Window, "leave_out", lambda self, seconds: left_out.append(seconds))
+    run = trained(tmp_path / "run", "sync", 1500, learners=learners, runtime__eval_every=500)
+    assert len([row for row in run.metrics if "eval/mean_reward" in row]) >= 3
+    assert len(left_out) > 3 if learners == 1 else not left_out
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, mode: str, *steps: int, **settings: Any) -> qfleet.Run:
