@@ -26,7 +26,8 @@ SETTINGS = (
 
 
 def start(tree: str, game: str, folder: str, settings: list[str]) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(tree).resolve()), os.environ.get("PYTHONPATH", "")])
+    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    path = os.pathsep.join(os.path.abspath(each) for each in (tree, *before))  # the run is elsewhere
     command = train_command(game, "double", folder, settings)
     return subprocess.Popen(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

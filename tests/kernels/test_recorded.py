@@ -44,14 +44,15 @@ def test_recorded_updates_are_those_that_were_recorded(recipe: str, precision: s
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("recipe", ["double", "rainbow"])
 def test_nothing_between_two_updates_waits_for_the_gpu(recipe: str) -> None:
     """But for the numbers of the round before, which are waited for by an event: that is no error to torch."""
     config = override(config_of(), recipes.RECIPES[recipe][1] | {"learner.target_interval": 3})
     learner, replay = CapturedLearner(config, SPEC, DEVICE), filled(config)
     learner.prepare(replay)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         told = [learner.learn(replay, 5, beta=0.5) for _ in range(3)]
         with pytest.raises(RuntimeError, match="synchroniz"):
             learner.grad.sum().item()  # this would be one
@@ -77,10 +78,10 @@ def test_what_cannot_be_recorded_is_launched() -> None:
 @gpu
 def test_too_little_memory_is_no_reason_to_launch() -> None:
     """The run would go on slowly, where there is a setting to change."""
-    runs = []
+    runs, count = [], torch.zeros(1, device=DEVICE)
 
     def step() -> None:
-        runs.append(None)
+        runs.append(count.add_(1))
         if len(runs) == 3:  # while it is recorded
             torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
 
