@@ -66,7 +66,7 @@ def _torch() -> Iterator[Line]:
 
 
 def _cpu() -> Iterator[Line]:
-    info = _cpuinfo()
+    info = machine.cpu()
     model = info.get("model name") or platform.processor() or platform.machine()
     yield "cpu", model, f"{machine.cores()} of {os.cpu_count()} cores usable"
     flags = set((info.get("flags") or info.get("Features") or "").split())
@@ -75,15 +75,6 @@ def _cpu() -> Iterator[Line]:
         yield "cpu bf16", "yes", f"{', '.join(found)}: --learner.precision bf16 may pay for large networks"
     else:
         yield "cpu bf16", "no" if flags else "unknown", "keep --learner.precision fp32 on the CPU"
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty where there is none."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return {}
-    first = path.read_text().split("\n\n")[0]
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def _memory() -> Iterator[Line]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qfleet import machine
 from qfleet.jit import kernel, reordering
 from qfleet.types import Array, Batch
 
@@ -20,6 +21,18 @@ MANY_ACTIONS = 64  # beyond, the last layer would be better off as a matrix prod
 # The moments of units that died decay into denormal numbers, with which arithmetic is slow: they are cut off here.
 TINY = np.float32(1e-35)
 ZERO, HALF, ONE, TWO = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0))
+# MKL, by which torch multiplies, leaves AMD's processors at AVX2; oneDNN, which torch brings along, does not.
+ONEDNN = machine.amd() and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+def product(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
+    """out = x w' + b."""
+    if ONEDNN:
+        out.copy_(torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""))
+    elif b is None:
+        torch.mm(x, w.t(), out=out)
+    else:
+        torch.addmm(b, x, w.t(), out=out)
 
 
 class Mlp:
@@ -49,11 +62,11 @@ class Mlp:
         if self.small:
             first_layer(obs.numpy(), self.weight_arrays[0], self.bias_arrays[0], self.out_arrays[0])
         else:
-            torch.addmm(self.biases[0], obs, self.weights[0].t(), out=out[0])
+            product(obs, self.weights[0], self.biases[0], out[0])
         for i in range(1, len(out)):
             if i > 1 or not self.small:
                 out[i - 1].relu_()
-            torch.addmm(self.biases[i], out[i - 1], self.weights[i].t(), out=out[i])
+            product(out[i - 1], self.weights[i], self.biases[i], out[i])
         return self.out_arrays[-1]
 
     def __call__(self, obs: Tensor) -> Tensor:
@@ -94,12 +107,12 @@ class MlpGradient(Mlp):
         for i in range(len(delta) - 1, -1, -1):
             relu_grad(delta_arrays[i], self.out_arrays[i], self._bias_grad_arrays[i])
             if i:
-                torch.mm(delta[i].t(), self.out[i - 1], out=self._weight_grads[i])
-                torch.mm(delta[i], self.weights[i], out=delta[i - 1])
+                product(delta[i].t(), self.out[i - 1].t(), None, self._weight_grads[i])
+                product(delta[i], self.weights[i].t(), None, delta[i - 1])
         if self.small:
             first_grad(delta_arrays[0], obs.numpy(), self._weight_grad_arrays[0])
         else:
-            torch.mm(delta[0].t(), obs, out=self._weight_grads[0])
+            product(delta[0].t(), obs.t(), None, self._weight_grads[0])
         return self._priority, loss, self._q
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Read by tests from a made-up tree.
+CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 PROCESS_CGROUP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -20,6 +21,16 @@ def install(extra: str) -> str:
     found = Path(shutil.which("pip") or "")
     pip = "pip" if found.parent == Path(sys.executable).parent else f"{os.path.relpath(sys.executable)} -m pip"
     return f'{pip} install "qfleet[{extra}]"'
+
+
+def cpu() -> dict[str, str]:
+    """What the system says of the first processor; empty where it says nothing."""
+    first = _read(CPUINFO).split("\n\n")[0]
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def amd() -> bool:
+    return cpu().get("vendor_id") == "AuthenticAMD"
 
 
 def cores() -> int:

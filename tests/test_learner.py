@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from qfleet import losses, recipes
+from qfleet import fused, losses, recipes
 from qfleet.config import Config, override
 from qfleet.learner import Learner
 from qfleet.types import Batch, Spec
@@ -66,19 +66,23 @@ class Batches:
 @pytest.mark.parametrize("loss", ["huber", "mse"])
 @pytest.mark.parametrize("hidden", [(16,), (32, 16), (24, 40, 16)])
 @pytest.mark.parametrize("inputs", [4, 50])  # few: the first layer is a kernel; many: a matrix product
-def test_handwritten_gradient_equals_autograd(loss: str, hidden: tuple[int, ...], inputs: int) -> None:
+@pytest.mark.parametrize("onednn", [False, True])  # who multiplies
+def test_handwritten_gradient_equals_autograd(
+    loss: str, hidden: tuple[int, ...], inputs: int, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "ONEDNN", onednn)
     spec = Spec(obs_shape=(inputs,), obs_dtype="float32", num_actions=3)
     learner = Learner(config("double", learner__loss=loss, network__hidden=hidden), spec, CPU)
     learner.learn(Batches(8, spec), 3)  # online and target differ now
     assert learner._fused is not None and learner._target_fused is not None
     batch = Batches(8, spec).sample(9)
     target = learner.targets(batch, 0)
-    fused, priority, value, q = learner.grads(batch, target, 0)
-    fused, priority, q = fused.clone(), priority.clone(), q.clone()
+    grad, priority, value, q = learner.grads(batch, target, 0)
+    grad, priority, q = grad.clone(), priority.clone(), q.clone()
     learner._fused = learner._target_fused = None
     torch.testing.assert_close(target, learner.targets(batch, 0))
     plain, plain_priority, plain_value, plain_q = learner.grads(batch, target, 0)
-    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(priority, plain_priority)
     assert value == pytest.approx(float(plain_value), rel=1e-6)
     torch.testing.assert_close(q, plain_q)

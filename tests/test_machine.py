@@ -85,3 +85,12 @@ def test_the_command_that_adds_an_extra_is_that_of_this_python(monkeypatch: pyte
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.chdir(folder)
     assert machine.install("ray") == f'{Path(sys.executable).name} -m pip install "qfleet[ray]"'
+
+
+@pytest.mark.parametrize(("vendor", "amd"), [("AuthenticAMD", True), ("GenuineIntel", False), (None, False)])
+def test_whose_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str | None, amd: bool) -> None:
+    info = tmp_path / "cpuinfo"
+    if vendor:
+        info.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n\nprocessor\t: 1\nvendor_id\t: other\n")
+    monkeypatch.setattr(machine, "CPUINFO", info)
+    assert machine.amd() is amd
