@@ -1,20 +1,76 @@
-"""What differs between devices, in one place: streams, graphs, pinned memory. ROCm answers to the same calls as CUDA.
+"""What differs between devices, in one place: which there are, streams, graphs, pinned memory. ROCm answers to the same calls as CUDA.
 
-On the CPU everything here is the plain thing: one stream, calls instead of graphs, ordinary memory.
+On the CPU everything here is the plain thing: one stream, calls instead of graphs, ordinary memory. (Only NCCL, sync/ and runtime/team.py, is elsewhere.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from qfleet import machine
+
+AMD = torch.version.hip is not None
+
+
+class Gpu(NamedTuple):
+    name: str
+    bytes: int
+    capability: str
+
+
+def gpus() -> list[Gpu]:
+    """Those that torch sees."""
+    found = map(torch.cuda.get_device_properties, range(gpu_count()))
+    return [Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in found]
+
+
+def gpu_count() -> int:
+    return torch.cuda.device_count() if has_gpu() else 0
+
+
+def has_gpu() -> bool:
+    return bool(torch.cuda.is_available())
+
+
+def has_bf16() -> bool:
+    """Products of bf16 numbers by the GPU itself, not in float32."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def build() -> str:
+    """For which GPUs torch was built."""
+    version = torch.version
+    return f"ROCm {version.hip}" if AMD else f"CUDA {version.cuda}" if version.cuda else "CPU build"
+
+
+def gpu(number: int | None = None) -> torch.device:
+    """The one of that number, or the current one."""
+    return torch.device("cuda", torch.cuda.current_device() if number is None else number)
+
+
+def use(device: torch.device) -> None:
+    """What does not say which GPU it means, means this one from now on, in this thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None where the system does not say."""
+    if device.type != "cuda":
+        return machine.free_memory()
+    gc.collect()  # an earlier run of this process is a cycle of objects
+    torch.cuda.empty_cache()  # what it left counts as used
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def reason(error: BaseException) -> str:
@@ -55,15 +111,15 @@ class Mark:
     """
 
     def __init__(self, device: torch.device, soon: bool = False) -> None:
+        self._device, self._time = device, 0.0
         self._event: torch.cuda.Event | None = None
-        self._time = 0.0
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True, blocking=not soon)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         self._time = time.perf_counter()
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
         if self._event is not None:
@@ -136,6 +192,7 @@ class Branches:
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
@@ -147,14 +204,14 @@ class Branches:
             yield
             return
         branch = self._streams[index]
-        branch.wait_stream(torch.cuda.current_stream())
+        branch.wait_stream(torch.cuda.current_stream(self._device))
         self._open.add(index)
         with torch.cuda.stream(branch):
             yield
 
     def join(self) -> None:
         for index in self._open:
-            torch.cuda.current_stream().wait_stream(self._streams[index])
+            torch.cuda.current_stream(self._device).wait_stream(self._streams[index])
         self._open.clear()
 
 
@@ -190,7 +247,7 @@ class Captured:
         if device.type != "cuda":
             return
         kept = [(tensor, tensor.clone()) for tensor in state]
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(device)
         side = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         try:

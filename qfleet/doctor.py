@@ -55,14 +55,9 @@ def _torch() -> Iterator[Line]:
     if torch is None:
         yield "torch", "missing", "pip install torch"
         return
-    build = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else "CPU build"
-    )
-    yield "torch", str(torch.__version__), build
+    from qfleet import device
+
+    yield "torch", str(torch.__version__), device.build()
 
 
 def _cpu() -> Iterator[Line]:
@@ -100,24 +95,28 @@ def _compiler() -> Iterator[Line]:
 
 
 def _gpus() -> Iterator[Line]:
-    torch = _import("torch")
-    if torch is None or not torch.cuda.is_available():
+    gpus = []
+    if _import("torch") is not None:
+        from qfleet import device
+
+        gpus = device.gpus()
+    if not gpus:
         yield "gpu", "none", "training runs on the CPU"
-        return
-    for index in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(index)
-        yield f"gpu {index}", p.name, f"{p.total_memory / 1e9:.0f} GB, compute capability {p.major}.{p.minor}"
+    for index, gpu in enumerate(gpus):
+        yield f"gpu {index}", gpu.name, f"{gpu.bytes / 1e9:.0f} GB, compute capability {gpu.capability}"
 
 
 def _acting() -> Iterator[Line]:
     """With a GPU: from how many environments on it computes actions sooner than the CPU. Measured; takes a second or two."""
     torch = _import("torch")
-    if torch is None or not torch.cuda.is_available():
+    if torch is None:
         return
-    from qfleet import recipes
+    from qfleet import device, kernels, recipes
     from qfleet.acting import placement
     from qfleet.types import Spec
 
+    if not device.has_gpu():
+        return
     frames = Spec(obs_shape=(84, 84), obs_dtype="uint8", num_actions=6, frame_stack=4)
     vector = Spec(obs_shape=(8,), obs_dtype="float32", num_actions=4)
     for name, env, spec in (("MLP", "LunarLander-v3", vector), ("Nature CNN", "pong", frames)):
@@ -126,8 +125,6 @@ def _acting() -> Iterator[Line]:
         figures = ", ".join(f"{batch}: {cpu * 1e3:.2f} and {gpu * 1e3:.2f}" for batch, cpu, gpu in measured)
         choice = "CPU" if first is None else "GPU" if first == 1 else f"GPU from {first} environments on"
         yield f"acting, {name}", choice, f"ms on one core and GPU for so many environments: {figures}"
-    from qfleet import kernels
-
     why_not = kernels.why_not(torch.device("cuda"))
     fix = "the GPU path is slower without: install triton, a C compiler and Python's headers"
     yield (

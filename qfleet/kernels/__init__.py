@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from qfleet.device import AMD as AMD  # less memory for a block of threads, no products of float32 in three parts
 from qfleet.device import reason
-
-AMD = torch.version.hip is not None  # less memory for a block of threads, no products of float32 in three parts
 
 
 def why_not(device: torch.device) -> str:
@@ -20,7 +19,7 @@ def why_not(device: torch.device) -> str:
     try:
         from qfleet.kernels.optimizer import launch_nothing
 
-        launch_nothing()
+        launch_nothing(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # a missing package, compiler or header, each in its own way

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
 
-from qfleet import machine
 from qfleet.config import Config, ConfigError
+from qfleet.device import free_memory
 
 
 def check(config: Config, needed: int, device: torch.device) -> None:
     """Raise a ConfigError that names the flag when `needed` bytes are not there."""
-    free = available(device)
+    free = free_memory(device)
     if free is None or needed <= free:
         return
     capacity = config.replay.capacity
@@ -22,12 +20,3 @@ def check(config: Config, needed: int, device: torch.device) -> None:
         f"replay.capacity {capacity:,} needs {needed / 1e9:.2f} GB on {device.type}, but {free / 1e9:.2f} GB are "
         f"available: lower it, for example to --replay.capacity {fits}{elsewhere}."
     )
-
-
-def available(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on the device; None where the system does not say."""
-    if device.type != "cuda":
-        return machine.free_memory()
-    gc.collect()  # an earlier run of this process is a cycle of objects
-    torch.cuda.empty_cache()  # what it left counts as used
-    return int(torch.cuda.mem_get_info(device)[0])

@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from qfleet.device import Queue, Spans, settle
+from qfleet.device import Queue, Spans, settle, use
 from qfleet.types import Step
 
 T = TypeVar("T")
@@ -82,11 +82,19 @@ class Serial:
         pass
 
 
+def learner_thread(device: torch.device, threads: int) -> ThreadPoolExecutor:
+    def begin() -> None:
+        use(device)
+        torch.set_num_threads(threads)
+
+    return ThreadPoolExecutor(1, "learner", initializer=begin)
+
+
 class Pipelined:
     """Learning on a thread of its own, while the calling thread steps the environments. Lag 1."""
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._pool = learner_thread(device, threads)
         self.learn_seconds = self.wait_seconds = 0.0
         self._learning: Future[Any] | None = None
         torch.set_num_threads(1)
@@ -170,7 +178,7 @@ class Aside(Streams):
 
     def __init__(self, device: torch.device, threads: int) -> None:
         super().__init__(device, threads)
-        self._pool = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(self._threads,))
+        self._pool = learner_thread(device, self._threads)
 
     def round(self, collect: Callable[[], Step], store: Callable[[Step], None], learn: Callable[[], T]) -> T:
         future = self._pool.submit(self._queue, learn)

@@ -15,17 +15,18 @@ import torch
 
 from qfleet import __version__, envs, machine
 from qfleet.config import Config, ConfigError, override
+from qfleet.device import gpu, gpu_count, has_bf16, has_gpu
 from qfleet.replay import Replay
 
 
 def pick_device(name: str, same_as: torch.device | None = None) -> str:
     if name == "auto":
-        return str(same_as) if same_as is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        return str(same_as) if same_as is not None else "cuda" if has_gpu() else "cpu"
     if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
         raise ConfigError(
             f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N. (ROCm GPUs are called cuda, too.)"
         )
-    if name != "cpu" and not torch.cuda.is_available():
+    if name != "cpu" and not has_gpu():
         raise ConfigError(f"device is {name!r}, but torch sees no GPU here. Use --device cpu, or run `qfleet doctor`.")
     return name
 
@@ -40,7 +41,7 @@ def device_of(name: str, local: int = 0) -> torch.device:
     learners on this machine, that of the learner's number among them."""
     if name != "cuda":
         return torch.device(name)
-    return torch.device("cuda", local % torch.cuda.device_count() if local else torch.cuda.current_device())
+    return gpu(local % gpu_count() if local else None)
 
 
 def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device: torch.device) -> Config:
@@ -65,9 +66,7 @@ def resolve(config: Config, made: envs.Envs, device: torch.device, replay_device
     if config.learner.precision == "auto":
         # The values of a user's own network would be bf16, too; those of ours are not.
         low = device.type == "cuda" and ":" not in config.network.kind
-        choices["learner.precision"] = (
-            "bf16" if low and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-        )
+        choices["learner.precision"] = "bf16" if low and has_bf16() else "fp32"
     if config.runtime.schedule == "auto":
         streams = config.runtime.lag == 1 and device == replay_device and device.type == "cuda"
         choices["runtime.schedule"] = "streams" if streams else "pipelined" if pipelined else "serial"

@@ -20,7 +20,7 @@ from qfleet.acting.device import DeviceActor
 from qfleet.acting.policy import Policy
 from qfleet.captured import Best, CapturedLearner
 from qfleet.config import Config, override
-from qfleet.device import reason
+from qfleet.device import reason, use
 from qfleet.learner import Flat, Learned, Learner
 from qfleet.replay import Limiter, Replay
 from qfleet.runtime.checkpoint import Checkpoints
@@ -61,8 +61,7 @@ class Worker:
             self._open.callback(group.close)
         try:
             self.device = device_of(name, team.local)
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+            use(self.device)
             self.replay_device = device_of(pick_device(config.replay.device, self.device), team.local)
             config = resolve(config, self.envs, self.device, self.replay_device)
             if config.acting.device == "auto":
@@ -103,7 +102,7 @@ class Worker:
         if schedule == "streams":
             self.schedule = (Streams if self.team.size == 1 else Aside)(self.device, threads)
         elif schedule == "pipelined":
-            self.schedule = Pipelined(threads)
+            self.schedule = Pipelined(self.device, threads)
         else:
             self.schedule = Serial(self.device, config.runtime.lag, threads)
         self._open.callback(self.schedule.close)
@@ -303,6 +302,7 @@ class Worker:
         self.learner.load_state(tensors(state["learner"]))
         self.team.load_state(tensors(state.get("team", {})))
         self.stored_steps, self.team.lr_scale = state["stored_steps"], state["lr_scale"]
+        self.schedule.wait()
         self.publish()  # where environments begin anew, their first actions are due at once
         self.schedule.wait()
         self.collector.load_state(state["collector"])

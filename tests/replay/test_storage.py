@@ -8,7 +8,7 @@ import pytest
 import torch
 from streams import GAMMA, Row, Sample, make_config, make_spec, random_stream, reference, to_step
 
-from qfleet import machine
+from qfleet import device, machine
 from qfleet import rng as rng_module
 from qfleet.config import ConfigError
 from qfleet.replay import Replay, memory
@@ -211,11 +211,11 @@ def test_too_large_is_refused_with_the_flag_to_change() -> None:
     assert "needs 7067.00 GB on cpu" in message and "available" in message
     suggested = int(re.search(r"--replay\.capacity (\d+)", message)[1])  # type: ignore[index]
     smaller = make_config(capacity=suggested, columns=8)
-    assert Replay.memory(smaller, ATARI) < memory.available(torch.device("cpu"))  # type: ignore[operator]
+    assert Replay.memory(smaller, ATARI) < device.free_memory(torch.device("cpu"))  # type: ignore[operator]
 
 
 def test_unknown_memory_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEMINFO", "PROCESS_CGROUP", "CGROUPS"):
         monkeypatch.setattr(machine, name, tmp_path / "nothing")
-    assert memory.available(torch.device("cpu")) is None
+    assert device.free_memory(torch.device("cpu")) is None
     memory.check(make_config(), 10**18, torch.device("cpu"))
