@@ -162,6 +162,36 @@ class Spans:
         return self._seconds
 
 
+class Transfers(Spans):
+    """What is copied from main memory to the device: how much, and how long it took the device. Nothing, where that is main memory, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.bytes = 0
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """(there, here): here must be pinned, and stay as it is until the device has read it."""
+        with self:
+            for there, here in pairs:
+                there.copy_(here, non_blocking=True)
+                self.bytes += here.nbytes
+
+    def send(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The same on the device; those that are there already, as they are. The host goes on where they are pinned."""
+        tensors = list(tensors)
+        away = [tensor for tensor in tensors if tensor.device != self._device]
+        if not away:
+            return tensors
+        self.bytes += sum(tensor.nbytes for tensor in away)
+        with self:
+            return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+
+
+def pin_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy from which the device can copy by itself."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in main memory from which the device can copy by itself."""
     zeros = torch.zeros(*shape, dtype=dtype)
@@ -172,11 +202,6 @@ def pinned_array(shape: Sequence[int], dtype: str, device: torch.device) -> np.n
     """The same as an array."""
     memory: np.ndarray[Any, Any] = pinned((math.prod(shape) * np.dtype(dtype).itemsize,), torch.uint8, device).numpy()
     return memory.view(dtype).reshape(shape)
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """From main memory to the device, beside whatever the host does next."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def settle(device: torch.device) -> None:

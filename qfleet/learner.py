@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qfleet import losses, networks, rng
 from qfleet.config import Config
-from qfleet.device import send
+from qfleet.device import Transfers, pin_copy
 from qfleet.networks import QNetwork
 from qfleet.types import Batch, Spec, State
 
@@ -132,7 +132,7 @@ class Learner:
         self.batch_size = config.learner.batch_size  # of this learner: others may have other ones
         self.began = 0.0  # when (time.perf_counter) the newest call of `learn` did
         self.wait_seconds = 0.0  # of the host, for a device
-        self.transfer_bytes = 0  # of batches that were sent to a device
+        self.transfers = Transfers(device)  # of batches
         self.lr = config.learner.lr
         self._noise_key, self._tau_key = rng.key(config.seed, "learner noise"), rng.key(config.seed, "learner taus")
         self._chunk = self._largest_chunk()
@@ -216,8 +216,7 @@ class Learner:
             count = min(self._chunk, end - first, interval - first % interval)
             sampled = source.sample(first, count, beta, size)
             if sampled.obs.device != self.device:  # a replay in main memory
-                self.transfer_bytes += sum(field.nbytes for field in sampled)
-                sampled = Batch(*(send(field, self.device) for field in sampled))
+                sampled = Batch(*self.transfers.send(pin_copy(field, self.device) for field in sampled))
             for batch, target in self._with_targets(sampled, size):
                 grad, priority, loss, raw = self.grads(batch, target, self.updates)
                 if self.sync is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from qfleet import networks, rng
 from qfleet.acting.policy import Policy
 from qfleet.config import Config
-from qfleet.device import pinned_array
+from qfleet.device import Transfers, pinned_array
 from qfleet.types import Array, Spec, State
 
 CPU = torch.device("cpu")
@@ -23,11 +23,8 @@ class Actor(Protocol):
     """Environments come in groups, which own neighbouring columns of a row."""
 
     wait_seconds: float  # in which the host waited for actions
-    transfer_bytes: int  # of observations that were sent to the device
+    transfers: Transfers  # of observations
     why_not: str  # its work could not be recorded as a graph
-
-    @property
-    def transfer_seconds(self) -> float: ...
 
     def begin_round(self, tick: int) -> None:
         """Noisy layers get new noise: one sample per environment and round."""
@@ -102,8 +99,8 @@ class HostActor:
         rows_to: torch.device = CPU,
     ) -> None:
         n, self._columns = sum(sizes), columns_of(sizes)
-        self.wait_seconds = self.transfer_seconds = 0.0
-        self.transfer_bytes = 0
+        self.wait_seconds = 0.0
+        self.transfers = Transfers(policy.device)
         self.why_not = ""
         self._policy = policy
         self._noise_key = rng.key(config.seed, "acting noise")
@@ -132,9 +129,8 @@ class HostActor:
 
     def greedy(self, group: int) -> Array:
         noise = None if self._noise is None else self._noise[self._columns[group]]
-        inputs = self._stacks[group].inputs()
-        self.transfer_bytes += 0 if self._policy.device == CPU else inputs.nbytes
-        actions: Array = self._policy.q(inputs, noise).argmax(1).cpu().numpy()
+        (inputs,) = self.transfers.send([torch.from_numpy(self._stacks[group].inputs())])
+        actions: Array = self._policy.values(inputs, noise).argmax(1).cpu().numpy()
         return actions
 
     def settle(self, group: int) -> None:
@@ -144,7 +140,6 @@ class HostActor:
         return pinned_array(shape, dtype, self._rows_to)
 
     def rows(self) -> Tensor:
-        self.transfer_bytes += 0 if self._rows_to == CPU else self._staging[0].nbytes
         return torch.from_numpy(self._staging[0])
 
     def state(self) -> State:

@@ -19,7 +19,7 @@ from torch import Tensor
 from qfleet import networks, rng
 from qfleet.acting.actor import columns_of
 from qfleet.config import Config
-from qfleet.device import Captured, Mark, Spans, pin, pinned, pinned_array
+from qfleet.device import Captured, Mark, Transfers, pin, pinned, pinned_array
 from qfleet.envs import Envs
 from qfleet.types import Array, Spec, State
 
@@ -78,10 +78,9 @@ class DeviceActor:
         shape = (config.rows_per_round, n, *spec.obs_shape)
         self._staging = [torch.zeros(shape, dtype=spec.torch_dtype, device=device) for _ in range(2)]
         self._round = 0
-        self._transfers = Spans(device)
-        self.transfer_bytes = 0
+        self.transfers = Transfers(device)
         self.wait_seconds = 0.0
-        self.why_not = next((g.act.why_not for g in self._groups if g.act.why_not), "")
+        self.why_not = next((why for g in self._groups for why in (g.act.why_not, g.push.why_not) if why), "")
 
     def begin_round(self, tick: int) -> None:
         self._round += 1
@@ -96,10 +95,7 @@ class DeviceActor:
         if self._pinned[group] is None:
             source = g.host_obs.copy_(source)
         g.host_first.copy_(torch.from_numpy(first))
-        with self._transfers:
-            g.now.copy_(source, non_blocking=True)
-            g.first.copy_(g.host_first, non_blocking=True)
-        self.transfer_bytes += obs.nbytes + first.nbytes
+        self.transfers.copy([(g.now, source), (g.first, g.host_first)])
         g.push()
 
     def stage(self, group: int, t: int) -> None:
@@ -119,10 +115,6 @@ class DeviceActor:
         began = time.perf_counter()
         self._groups[group].done.wait()
         self.wait_seconds += time.perf_counter() - began
-
-    @property
-    def transfer_seconds(self) -> float:
-        return self._transfers.seconds
 
     def buffer(self, shape: tuple[int, ...], dtype: str) -> Array:
         return pinned_array(shape, dtype, self._device)

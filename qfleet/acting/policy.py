@@ -34,11 +34,15 @@ class Policy:
         action = self.q(obs[None] if single else obs).argmax(1).cpu().numpy()
         return action[0] if single else action
 
-    @torch.inference_mode()
     def q(self, obs: Array, noise: Tensor | None = None) -> Tensor:
         """Action values [B, A]. `noise` [1 or B, noise_size] explores with noisy layers; None uses their means."""
         x = torch.from_numpy(np.ascontiguousarray(obs, dtype=self.spec.obs_dtype))
-        return self.net.q(x.to(self.device, non_blocking=True), noise)
+        return self.values(x.to(self.device, non_blocking=True), noise)
+
+    @torch.inference_mode()
+    def values(self, obs: Tensor, noise: Tensor | None = None) -> Tensor:
+        """`q` of what is on the device."""
+        return self.net.q(obs, noise)
 
 
 class Recorded:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
+from qfleet.device import Transfers
 from qfleet.replay import memory, priorities, storage, uniform
 from qfleet.replay.device import DeviceStorage, DeviceUniform, Sampler
 from qfleet.replay.host import HostStorage
@@ -81,6 +82,11 @@ class Replay:
     def rows(self) -> int:
         """Rows each column can hold."""
         return self._storage.rows
+
+    @property
+    def transfers(self) -> Transfers:
+        """Of rows."""
+        return self._storage.transfers
 
     def rows_within(self, size: int) -> int:
         """Rows of all columns together that take about `size` bytes; at least 1."""

@@ -45,7 +45,7 @@ class DeviceStorage(Storage):
         """As HostStorage.extend; rows may be on the host (pinned: nothing waits) or on the device."""
         length, width = rows.action.shape
         assert column >= 0 and column + width <= self.columns, (column, width, self.columns)
-        obs, action, reward, *flags = (field.to(self.device, non_blocking=True) for field in rows)
+        obs, action, reward, *flags = self.transfers.send(rows)
         bits = flags[0] * TERMINATED | flags[1] * TRUNCATED | flags[2] * FIRST
         longest = self.rows - self.n - self.stack
         for top in range(0, length, longest):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qfleet.config import Config
+from qfleet.device import Transfers
 from qfleet.types import Array, Spec, State
 
 TERMINATED, TRUNCATED, FIRST = 1, 2, 4  # bits of `flags`
@@ -60,7 +61,7 @@ class Storage:
         self.n, self.stack = config.learner.n_step, spec.frame_stack
         assert self.rows > self.n + self.stack  # Config sees to it
         self.clip = config.env.reward_clip
-        self.device = device
+        self.device, self.transfers = device, Transfers(device)
         self._input_shape = spec.input_shape
         self._gammas = [config.learner.gamma**i for i in range(self.n + 1)]
         self.gamma = torch.tensor(self._gammas, dtype=torch.float32, device=device)  # [n + 1]

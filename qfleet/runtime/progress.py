@@ -190,12 +190,13 @@ def bottleneck(values: Mapping[str, float]) -> str:
     if agreeing > max(env, acting, learn):
         return "agreeing: larger batches, or a mode that meets less often, would help"
     in_turn = env + acting + learn < 1.05  # shares of the time; otherwise learning goes on beside the others
-    if learn > max(env, acting) if in_turn else learn > 0.9 or for_learner > 0.1:
+    learning = learn > max(env, acting) if in_turn else learn > 0.9 or for_learner > 0.1
+    if transfer > (learn if learning else acting) / 2 and (learning or env < acting):
+        return "copies: smaller observations (or env.frame_stack, which sends each frame once), or the replay on the GPU, would help"
+    if learning:
         return "learning: fewer samples per step or a faster device would help"
     if env >= acting:
         return "environments: more cores or faster environments would help"
-    if transfer > acting / 2:
-        return "copies: smaller observations (or env.frame_stack, which sends each frame once) would help"
     return "acting: more environments per group would help"
 
 

@@ -260,6 +260,7 @@ class Worker:
     def clock(self) -> dict[str, float]:
         """Counts and seconds so far. `learn` is time of the device where the learner's work is only queued."""
         actor, traffic = self.collector.actor, self.team.traffic
+        transfers = actor.transfers, self.learner.transfers, self.replay.transfers
         return {
             "wall": time.perf_counter(),
             "steps": self.steps,
@@ -267,10 +268,10 @@ class Worker:
             "env": self.collector.env_seconds,
             "act": self.collector.act_seconds - actor.wait_seconds,
             "learn": self.schedule.learn_seconds - traffic.seconds,
-            "transfer": actor.transfer_seconds,
+            "transfer": sum(each.seconds for each in transfers),
             "wait": self.schedule.wait_seconds + self.learner.wait_seconds + actor.wait_seconds + traffic.seconds,
             "wait_actions": actor.wait_seconds,
-            "bytes": actor.transfer_bytes + self.learner.transfer_bytes,
+            "bytes": sum(each.bytes for each in transfers),
             **traffic.counts(),
         }
 

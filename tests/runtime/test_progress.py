@@ -212,6 +212,8 @@ def test_line_for_negative_returns_and_huge_losses():
         (0.3, 0.2, 0.7, 0.0, 0.45, 0.0, "learning"),
         (0.3, 0.1, 0.15, 0.45, 0.0, 0.1, "acting"),  # a GPU that is slow to answer
         (0.05, 0.03, 0.1, 0.85, 0.0, 0.8, "copies"),
+        (0.2, 0.1, 0.7, 0.0, 0.0, 0.5, "copies"),  # of batches, from a replay in main memory
+        (0.6, 0.1, 0.3, 0.0, 0.0, 0.2, "environments"),
     ],
 )
 def test_the_bottleneck_is_named(
