@@ -57,6 +57,7 @@ class Client:
         self._config, self._worker, self.incarnation = config, worker, incarnation
         self._find, self._token, self._patience, self._epoch = find, token, patience, -1
         self._servers: list[Connection] = []
+        self._unreachable: Unreachable | None = None  # it gave up, and is of no use any more
         self._ranges = ranges(size, config.sync.servers)
         self._codecs = [
             codecs.make(
@@ -201,12 +202,16 @@ class Client:
                 why = str(e) if len(failures) == 2 else ""  # said once; and once may happen while they move
                 if len(failures) >= EPOCHS and failures[-1] - failures[0] > self._config.sync.heartbeat:
                     self.close()
-                    raise Unreachable(
+                    self.joined = False
+                    self._unreachable = Unreachable(
                         f"{e}, {len(failures)} times in a row. Servers and learners need open TCP ports between their machines: check firewalls, and the address under which Ray knows that machine."
-                    ) from None
+                    )
+                    raise self._unreachable from None
 
     def _try(self, call: Callable[[], T]) -> T:
         while True:
+            if self._unreachable is not None:
+                raise self._unreachable
             try:
                 return call()
             except Gone:

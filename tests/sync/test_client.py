@@ -652,6 +652,21 @@ def test_a_worker_that_never_reaches_a_server_gives_up() -> None:
     assert len(said) == 1
 
 
+def test_a_worker_that_gave_up_says_why_again(running: Callable[..., Running]) -> None:
+    """It takes no part any more, and need not leave: its part of a checkpoint can be saved."""
+    on = running("sync", learners=1, heartbeat=0.01)
+    (client,), (pupil,) = joined(on, 1)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    client._find = lambda epoch, why: (epoch + 1, [("127.0.0.1", port)])
+    client._servers[0].close()
+    for call in (lambda: update([pupil], 1), client.newest, client.leave, client.flush):
+        with pytest.raises(Unreachable, match=rf"127\.0\.0\.1:{port}.*firewall"):
+            call()
+        assert not client.joined
+    assert client.state()["sequence"] == 1
+
+
 def test_a_server_looks_for_the_others_before_it_begins() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
