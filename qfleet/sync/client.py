@@ -176,11 +176,14 @@ class Client:
     def load_state(self, state: State) -> None:
         """After that of the learner, which has the parameters and the target of then: others, and itself, may have gone on before the servers were saved."""
         incarnation, newest = self._position.applied.get(self._worker, (-1, -1))
-        self._sequence = max(state["sequence"], newest + 1 if incarnation == self.incarnation else 0)
+        went_on = incarnation == self.incarnation and newest >= state["sequence"]
+        self._sequence = newest + 1 if went_on else state["sequence"]
         version, target_version = state.get("given", (self.version, -1))
         self._given = self._position._replace(version=version, target_version=target_version)
         for codec, saved in zip(self._codecs, state["codecs"], strict=True):
             codec.load_state(saved)
+            if went_on:  # its pushes since then carried the largest of what was kept: they would be sent again
+                codec.forget()
         if self._local is not None:
             self._local.load_state(state["local"])
 
@@ -231,6 +234,9 @@ class Client:
             reply = reply._replace(batch=self._join().batch)
             if self.version == base:  # others have not gone on without it
                 reply = offer()
+        if reply.why_not:
+            for codec in self._codecs:
+                codec.take_back()
         self._batch = reply.batch
         self.traffic.pushed(worked[0], self._pushed, vector.nbytes, reply.staleness, bool(reply.why_not))
         self.traffic.seconds += time.perf_counter() - began
