@@ -229,6 +229,8 @@ class Fleet:
             rank, what, trace = failed
             error = TeamError(f"{who(rank)} failed: {what}")
             error.__cause__ = Remote(trace) if trace else None
+            if self.failure is None and self.servers is not None:
+                self.servers.client.leave(rank)  # where it cannot reach them itself, others would wait for it
             self._fail(error)
         ended, _ = (
             ray.wait(list(self._running), num_returns=len(self._running), timeout=0) if self._running else ([], [])

@@ -17,13 +17,14 @@ from qfleet.runtime.hub import Meeting
 from qfleet.runtime.lost import Losses, reason, unless_lost
 from qfleet.runtime.team import TeamError
 from qfleet.sync.client import Client
-from qfleet.sync.shard import Copy, position_in, ranges
-from qfleet.sync.wire import Address
+from qfleet.sync.shard import Copy, Position, position_in, ranges
+from qfleet.sync.wire import CONNECT, Address
 from qfleet.types import Array, State
 
 SNAPSHOT = 5.0  # seconds between two copies of the servers' states
 REPAIRS = 10  # attempts
 ROOM = 20.0  # seconds for a new process to start; later, Ray may have no room for it
+SILENT = "did not answer"
 SPREAD = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
 
 
@@ -53,32 +54,39 @@ class Servers:
         self._serving = [server.serve.remote() for server in self.actors]  # what ends with a server
         self._snapshots: list[State] = [{} for _ in self.actors]
         self._blank: set[int] = set()  # servers that were made anew and have nothing yet
+        self._silent: set[int] = set()  # those that did not answer, and were killed for that
         self._asked: dict[Any, int] = {}  # snapshots on their way -> the server's number
         self._asked_at = time.monotonic()
         self._cuts = 0  # that were asked for
         self._said: dict[int, int] = {}  # versions that learners had when they were asked for
         self.notes: list[str] = []  # what the user should know
         self._losses = Losses(ray)
+        # What this process has of the parameters. Its client connects at once, and servers that it cannot reach are repaired.
+        self._copy: Callable[[], Copy] = lambda: Copy(Position(0, 0, 0.0, {}), initial, initial)
         try:
+            self._until_made(self.actors)
             self._connect()
         except ray.exceptions.RayError as e:
             raise TeamError(f"a server could not be made: {reason(e)}") from None
         self.client = Client(config, -1, 0, len(initial), self._find, token, config.sync.heartbeat)
         self.client.newest()
+        self._copy = self.client.copy
 
     def _connect(self) -> None:
-        """They listen; the first one knows the others; the hub knows all."""
-        others = self._started([server.listen.remote([]) for server in self.actors[1:]])
-        self._addresses = [*self._started([self.actors[0].listen.remote(others)]), *others]
+        """They listen; the first one knows the others, and looks for them; the hub knows all."""
+        ray, patience = self._ray, self._config.sync.heartbeat
+        others = ray.get([server.listen.remote([]) for server in self.actors[1:]], timeout=patience)
+        first = ray.get(self.actors[0].listen.remote(others), timeout=patience + (CONNECT if others else 0.0))
+        self._addresses = [first, *others]
         self._epoch = self._meeting.at_hub(lambda hub: hub.moved(self._addresses))
 
-    def _started(self, refs: list[Any]) -> list[Any]:
-        """What they return, when all have started. Without servers nobody can go on."""
-        _, late = self._ray.wait(refs, num_returns=len(refs), timeout=ROOM) if refs else ([], [])
+    def _until_made(self, made: Sequence[Any]) -> None:
+        """New servers, for which Ray may have no room for long: without them nobody can go on. Those that run have to answer in time."""
+        refs = [server.pid.remote() for server in made]
+        _, late = self._ray.wait(refs, num_returns=len(refs), timeout=ROOM)
         if late:
             self._say(f"  note          {no_room(f'{len(late)} of the servers')}; all wait")
-        found: list[Any] = self._ray.get(refs)
-        return found
+        self._ray.get(refs)
 
     def _find(self, epoch: int, why: str) -> tuple[int, list[Address]]:
         """For this process's own client: servers that fail are repaired."""
@@ -107,7 +115,8 @@ class Servers:
                 self._keep(number, ray.get(ref))
         if late and waited > self._config.sync.heartbeat:
             for ref in late:
-                ray.kill(self.actors[self._asked.pop(ref)])
+                self._silent.add(number := self._asked.pop(ref))
+                ray.kill(self.actors[number])
         elif not late and waited > SNAPSHOT:
             ahead = [rank for rank, its in self._said.items() if its > self._snapshots[0].get("version", its)]
             self._asked = {server.state.remote(): i for i, server in enumerate(self.actors)}
@@ -148,8 +157,12 @@ class Servers:
 
     def _how(self, server: int) -> str:
         """What happened to one that does not answer."""
+        if server in self._silent:
+            return SILENT
         try:
             self._ray.get(self._serving[server], timeout=0)
+        except self._ray.exceptions.GetTimeoutError:
+            return SILENT
         except self._ray.exceptions.RayError as e:
             return self._losses.how(f"server {server}", e)
         return "ended"
@@ -163,9 +176,10 @@ class Servers:
         paused = {i: known for i, known in paused.items() if i not in self._blank}
         dead = [i for i in range(len(self.actors)) if i not in paused]
         how = {i: self._how(i) for i in dead}
+        self._silent.update(i for i in dead if how[i] == SILENT)  # should this repair fail, too
         for i in dead:
             ray.kill(self.actors[i])
-        copy, members = (self._freshest(self.client.copy()), self._members()) if dead else (self.client.copy(), {})
+        copy, members = (self._freshest(self._copy()), self._members()) if dead else (self._copy(), {})
         found: list[Any] = [(copy.position, []), *((position_in(state), []) for state in self._snapshots if state)]
         position, log = max(paused.values() or found, key=lambda known: known[0].version)
         if dead:
@@ -181,8 +195,11 @@ class Servers:
         for i in dead:
             state = self._snapshots[i]
             part, saved = copy.part(self._ranges[i]), state.get("version", 0)
-            (newest,) = self._started([self.actors[i].restore.remote(state, part, position, members)])
+            self._until_made([self.actors[i]])
+            restored = self.actors[i].restore.remote(state, part, position, members)
+            newest = ray.get(restored, timeout=self._config.sync.heartbeat)
             self._blank.discard(i)
+            self._silent.discard(i)
             lost.append(
                 f"server {i} {how[i]} and was restarted: its parameters are those of version {newest:,} of {position.version:,}, "
                 f"the optimiser's state is of version {saved:,}"

@@ -85,6 +85,10 @@ class Mean(Protocol):
         """What must be the same on all ranks."""
         ...
 
+    def take_back(self) -> None:
+        """The last one was given up, by all: what was sent is due again."""
+        ...
+
     def state(self) -> State: ...
     def load_state(self, state: State) -> None: ...
 
@@ -115,6 +119,9 @@ class Reduced:
     def common(self) -> list[Tensor]:
         return []
 
+    def take_back(self) -> None:
+        pass
+
     def state(self) -> State:
         return {}
 
@@ -141,6 +148,9 @@ class Gathered:
 
     def common(self) -> list[Tensor]:
         return []
+
+    def take_back(self) -> None:
+        self._codec.take_back()
 
     def state(self) -> State:
         return self._codec.state()
@@ -194,6 +204,9 @@ class LowRank:
 
     def common(self) -> list[Tensor]:
         return self._q
+
+    def take_back(self) -> None:
+        pass  # the residual changes with the agreement
 
     def state(self) -> State:
         return {"residual": self.residual, **{f"q{i}": q for i, q in enumerate(self._q)}}

@@ -57,6 +57,7 @@ class Client:
         self._config, self._worker, self.incarnation = config, worker, incarnation
         self._find, self._token, self._patience, self._epoch = find, token, patience, -1
         self._servers: list[Connection] = []
+        self._unreachable: Unreachable | None = None  # it gave up, and is of no use any more
         self._ranges = ranges(size, config.sync.servers)
         self._codecs = [
             codecs.make(
@@ -175,11 +176,14 @@ class Client:
     def load_state(self, state: State) -> None:
         """After that of the learner, which has the parameters and the target of then: others, and itself, may have gone on before the servers were saved."""
         incarnation, newest = self._position.applied.get(self._worker, (-1, -1))
-        self._sequence = max(state["sequence"], newest + 1 if incarnation == self.incarnation else 0)
+        went_on = incarnation == self.incarnation and newest >= state["sequence"]
+        self._sequence = newest + 1 if went_on else state["sequence"]
         version, target_version = state.get("given", (self.version, -1))
         self._given = self._position._replace(version=version, target_version=target_version)
         for codec, saved in zip(self._codecs, state["codecs"], strict=True):
             codec.load_state(saved)
+            if went_on:  # its pushes since then carried the largest of what was kept: they would be sent again
+                codec.forget()
         if self._local is not None:
             self._local.load_state(state["local"])
 
@@ -201,12 +205,16 @@ class Client:
                 why = str(e) if len(failures) == 2 else ""  # said once; and once may happen while they move
                 if len(failures) >= EPOCHS and failures[-1] - failures[0] > self._config.sync.heartbeat:
                     self.close()
-                    raise Unreachable(
+                    self.joined = False
+                    self._unreachable = Unreachable(
                         f"{e}, {len(failures)} times in a row. Servers and learners need open TCP ports between their machines: check firewalls, and the address under which Ray knows that machine."
-                    ) from None
+                    )
+                    raise self._unreachable from None
 
     def _try(self, call: Callable[[], T]) -> T:
         while True:
+            if self._unreachable is not None:
+                raise self._unreachable
             try:
                 return call()
             except Gone:
@@ -226,6 +234,9 @@ class Client:
             reply = reply._replace(batch=self._join().batch)
             if self.version == base:  # others have not gone on without it
                 reply = offer()
+        if reply.why_not:
+            for codec in self._codecs:
+                codec.take_back()
         self._batch = reply.batch
         self.traffic.pushed(worked[0], self._pushed, vector.nbytes, reply.staleness, bool(reply.why_not))
         self.traffic.seconds += time.perf_counter() - began

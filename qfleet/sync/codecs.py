@@ -10,7 +10,8 @@
 Where gradients are sent by topk and the optimiser is sgd with momentum, the momentum is the sender's (as in Deep Gradient Compression, Lin et
 al. 2018): what is kept for later would otherwise arrive without it.
 
-The residual belongs to the sender: it is in its checkpoint. Random numbers follow from (seed, worker, message): no state.
+The residual belongs to the sender: it is in its checkpoint. Of a message that nobody uses (a push that was refused) nothing is kept but what
+was due before: the vector is dropped whole, or given again. Random numbers follow from (seed, worker, message): no state.
 """
 
 from __future__ import annotations
@@ -37,8 +38,24 @@ class Codec(Protocol):
         ...
 
     def decode(self, message: Array) -> Tensor: ...
+    def take_back(self) -> None:
+        """Nobody used the last message: what is kept is as if its vector had never been there."""
+        ...
+
+    def forget(self) -> None:
+        """What was kept for later."""
+        ...
+
     def state(self) -> State: ...
     def load_state(self, state: State) -> None: ...
+
+
+class _KeepsNothing:
+    def take_back(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
 
 
 def momentum_of(config: Config) -> float:
@@ -59,7 +76,7 @@ def make(sync: SyncConfig, size: int, seed: int, worker: int, part: int = 0, mom
     return Plain()
 
 
-class Plain:
+class Plain(_KeepsNothing):
     def encode(self, x: Tensor) -> Array:
         return x.detach().numpy().view(np.uint8)
 
@@ -73,7 +90,7 @@ class Plain:
         pass
 
 
-class _Random:
+class _Random(_KeepsNothing):
     """What rounds at random: the state is a count."""
 
     def __init__(self, size: int, key: int) -> None:
@@ -120,8 +137,11 @@ class TopK:
         self._size, self._count, self._momentum = size, max(1, math.ceil(size * part)), momentum
         self.residual = torch.zeros(size)
         self._velocity = torch.zeros(size if momentum else 0)
+        self._before = self.residual.clone(), self._velocity.clone()  # the last vector
 
     def encode(self, x: Tensor) -> Array:
+        for before, now in zip(self._before, (self.residual, self._velocity), strict=True):
+            before.copy_(now)
         if self._momentum:
             x = self._velocity.mul_(self._momentum).add_(x)
         self.residual.add_(x)
@@ -137,6 +157,15 @@ class TopK:
         index = torch.from_numpy(message[: 4 * self._count].view(np.int32).astype(np.int64))
         out[index] = torch.from_numpy(message[4 * self._count :].view(np.float32))
         return out
+
+    def take_back(self) -> None:
+        residual, velocity = self._before
+        self.residual.copy_(residual)
+        self._velocity.copy_(velocity)
+
+    def forget(self) -> None:
+        self.residual.zero_()
+        self._velocity.zero_()
 
     def state(self) -> State:
         return {"residual": self.residual, "velocity": self._velocity}

@@ -26,6 +26,7 @@ class Group:
         self._on_device = on_device and config.sync.codec == "fp32"
         self.work, self.traffic = Work(), Traffic()
         self._samples = 0  # since the last exchange
+        self._given_up = False  # the last exchange, here
         flat = learner.flat
         momentum = momentum_of(config)
         learner.optimizer.momentum -= momentum
@@ -61,6 +62,9 @@ class Group:
         sent, waited = used.bytes, used.seconds
         try:
             mean = self._mean(vector, weight)
+        except allreduce.Cut:
+            self._given_up = True
+            raise
         finally:
             self.traffic.seconds += used.seconds - waited
         self.traffic.pushed(self._samples, used.bytes - sent, allreduce.reduced(vector.nbytes))
@@ -78,6 +82,10 @@ class Group:
             dist.all_gather(updates, torch.tensor([learner.updates]))
             for tensor in common:
                 dist.broadcast(tensor, updates.index(max(updates)))
+        # Another one may have had the messages of all, and made the update that was given up here.
+        if self._given_up and all(torch.equal(a.cpu(), b) for a, b in zip(mine, common, strict=True)):
+            self._mean.take_back()
+        self._given_up = False
         for tensor, new in zip(mine, common, strict=True):
             tensor.copy_(new)
         learner.updates = int(max(updates))

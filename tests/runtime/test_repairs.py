@@ -188,7 +188,7 @@ def test_parts_that_a_server_did_not_have_are_told() -> None:
 def test_a_server_that_hangs_is_restarted(ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = disturbed(monkeypatch, [("server", 0, signal.SIGSTOP)])
     run = trained(tmp_path / "run", "sync", sync__servers=2, sync__heartbeat=2.0, total_steps=4000)
-    assert len(told) == 1 and "server 0 ended and was restarted" in told[0]
+    assert len(told) == 1 and "server 0 did not answer and was restarted" in told[0]
     assert run.stop_reason == "total_steps" and run.metrics[-1]["step"] >= 4000
 
 
@@ -309,7 +309,7 @@ def test_a_call_that_ray_gave_up_does_not_mean_that_the_server_is_lost(
 def test_a_learner_that_cannot_reach_a_server_ends_the_run(
     ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As behind a firewall: others can. It connects anew after a repair, and cannot."""
+    """As behind a firewall: others can. It connects anew after a repair, and cannot; its part is saved like those of the others."""
     told, news, where, walls = disturbed(monkeypatch, []), Fleet._news, Hub.where, list[str]()
 
     def wall(self: Fleet, seconds: float) -> Any:
@@ -329,6 +329,8 @@ def test_a_learner_that_cannot_reach_a_server_ends_the_run(
     with pytest.raises(TeamError, match=rf"learner 1 failed: Unreachable: {message}"):
         trained(tmp_path / "run", "sync", 10**6, sync__heartbeat=2.0)
     assert any("learner 1 cannot go on: no server answers at 127.0.0.1:1" in text for text in told)
+    state, _ = checkpoint.read((tmp_path / "run/checkpoints/last").resolve())
+    assert sorted(state["cluster"]["parts"]) == [0, 1]
 
 
 def test_a_new_learner_that_has_not_learned_yet_has_no_part(

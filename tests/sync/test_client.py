@@ -399,6 +399,25 @@ def test_what_is_too_old_is_refused_and_its_worker_goes_on_with_the_newest(runni
     assert rates(clients[0].traffic.counts(), 1.0)["sync/rejected"] == 0.0
 
 
+def test_a_push_that_is_refused_takes_nothing_with_it_that_topk_had_kept(running: Callable[..., Running]) -> None:
+    """Its gradient is dropped whole; what was due of those before it comes with the next one."""
+    on = running("async", 2, learners=2, staleness=2, codec="topk", topk=0.5)
+    clients, pupils = joined(on, 2)
+    begun, first, second = on.params, torch.linspace(1.0, 2.0, SIZE), torch.full((SIZE,), 0.25)
+    pupils[1].sync(first, BATCH)
+    update(pupils[:1], 3)
+    before, kept = on.params, deepcopy(clients[1].state()["codecs"])
+    assert not torch.equal(before, begun) and all(codec["residual"].any() for codec in kept)
+    pupils[1].sync(torch.full((SIZE,), 1e3), BATCH)
+    assert clients[1].traffic.counts()["sync/rejected"] == 1 and torch.equal(on.params, before)
+    for codec, was in zip(clients[1].state()["codecs"], kept, strict=True):
+        assert torch.equal(codec["residual"], was["residual"])
+    pupils[1].sync(second, BATCH)
+    left = torch.cat([codec["residual"] for codec in clients[1].state()["codecs"]])
+    due = torch.cat([codec["residual"] for codec in kept]) + second
+    torch.testing.assert_close(on.params, before - 0.05 * (due - left))
+
+
 def test_a_server_closes_windows_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody pushes any more; also after a repair, at which it stops and begins to listen again."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
@@ -623,6 +642,31 @@ def test_modes_without_a_barrier_resume_with_every_push_once(
     )
 
 
+@pytest.mark.parametrize(("mode", "more"), [("async", {}), ("window", {"window": 1})])
+def test_what_topk_kept_is_not_sent_again_by_who_went_on_after_it_had_saved(
+    running: Callable[..., Running], mode: str, more: dict[str, Any]
+) -> None:
+    """Its pushes since then are in the servers' parameters. Who did not go on has what it kept."""
+    settings = {"learner": {"momentum": 0.9, "lr": 0.02}, "codec": "topk", "topk": 0.1, **more}
+    on = running(mode, 2, learners=2, **settings)
+    clients, pupils = joined(on, 2)
+    update(pupils, 3)
+    parts = [deepcopy(client.state()) for client in clients]
+    assert all(codec[name].any() for part in parts for codec in part["codecs"] for name in ("residual", "velocity"))
+    update(pupils[:1], 8)
+    clients[0].flush(cut=1)
+    again = running(mode, 2, learners=2, **settings)
+    for server, old in zip(again.servers, on.servers, strict=True):
+        server.load_state(on.call(old.cut(1)).result(LIMIT))
+    new_clients, _ = joined(again, 2)
+    for client, part in zip(new_clients, parts, strict=True):
+        client.load_state(part)
+    kept = [client.state()["codecs"] for client in new_clients]
+    assert not any(codec[name].any() for codec in kept[0] for name in ("residual", "velocity"))
+    for codec, saved in zip(kept[1], parts[1]["codecs"], strict=True):
+        assert all(torch.equal(codec[name], saved[name]) for name in ("residual", "velocity"))
+
+
 def test_who_connects_while_a_server_closes_is_told() -> None:
     async def closing() -> socket.socket:
         listener = Listener({}, "token", "127.0.0.1")
@@ -650,6 +694,21 @@ def test_a_worker_that_never_reaches_a_server_gives_up() -> None:
     with pytest.raises(Unreachable, match=rf"{refused}, \d+ times in a row.*firewall"):
         Client(config, 0, 0, SIZE, find, "token")
     assert len(said) == 1
+
+
+def test_a_worker_that_gave_up_says_why_again(running: Callable[..., Running]) -> None:
+    """It takes no part any more, and need not leave: its part of a checkpoint can be saved."""
+    on = running("sync", learners=1, heartbeat=0.01)
+    (client,), (pupil,) = joined(on, 1)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    client._find = lambda epoch, why: (epoch + 1, [("127.0.0.1", port)])
+    client._servers[0].close()
+    for call in (lambda: update([pupil], 1), client.newest, client.leave, client.flush):
+        with pytest.raises(Unreachable, match=rf"127\.0\.0\.1:{port}.*firewall"):
+            call()
+        assert not client.joined
+    assert client.state()["sequence"] == 1
 
 
 def test_a_server_looks_for_the_others_before_it_begins() -> None:

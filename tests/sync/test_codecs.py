@@ -106,6 +106,20 @@ def test_topk_carries_the_momentum_of_sgd() -> None:
     assert codecs.momentum_of(replace(config, sync=sync_of("diloco", codec="topk"))) == 0.0  # there the learner has it
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_topk_keeps_nothing_of_a_message_that_is_taken_back(momentum: float) -> None:
+    codec, other = (codecs.TopK(SIZE, 0.1, momentum) for _ in range(2))
+    for k in range(3):
+        codec.encode(vector(k))
+        other.encode(vector(k))
+    codec.encode(vector(77))
+    codec.take_back()
+    assert (codec.encode(vector(3)) == other.encode(vector(3))).all()
+    assert all(torch.equal(codec.state()[name], value) for name, value in other.state().items())
+    codec.forget()
+    assert (codec.encode(vector(4)) == codecs.TopK(SIZE, 0.1, momentum).encode(vector(4))).all()
+
+
 def test_momentum_is_for_sgd() -> None:
     with pytest.raises(ConfigError, match=r"learner\.momentum is for --learner\.optimizer sgd"):
         LearnerConfig(momentum=0.9)

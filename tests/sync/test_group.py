@@ -12,6 +12,7 @@ from fleet import config_of
 
 from qfleet.config import override
 from qfleet.learner import Learner
+from qfleet.sync.allreduce import Cut
 from qfleet.sync.codecs import Int8
 from qfleet.sync.group import Group
 from qfleet.sync.traffic import rates
@@ -58,3 +59,44 @@ def test_only_time_with_the_others_is_waiting(
     assert now >= 400.0 and counts["sync/wait"] == exchanges
     assert counts["sync/pushes"] == exchanges and counts["sync/samples"] == 32, "also those of updates on its own"
     assert counts["sync/bytes"] == 0 and "sync/compression" not in rates(counts, 1.0), "nobody else is in the group"
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "localsgd"])
+def test_what_was_sent_for_an_update_that_nobody_made_is_due_again(
+    mode: str, by_another: bool, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another one made it, from whom all take over."""
+    momentum = {"learner.momentum": 0.9} if mode == "sync" else {"sync.local_steps": 1}
+    config = override(config_of(), {"sync.mode": mode, "sync.codec": "topk", "sync.topk": 0.1, **momentum})
+    learner = Learner(config, Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu"))
+    group, gather, broadcast = Group(config, learner), dist.all_gather, dist.broadcast
+    grad = torch.linspace(-1.0, 2.0, len(learner.flat.data))
+
+    def kept() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in group.state()["mean"].items()}
+
+    def closed(*args: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def theirs(tensor: torch.Tensor, source: int) -> None:
+        broadcast(tensor.add_(1.0), source)
+
+    group.agree(grad.clone(), 8)
+    before = kept()
+    assert before["residual"].any()
+    monkeypatch.setattr(dist, "all_gather", closed)
+    with pytest.raises(Cut):
+        group.agree(grad.clone(), 8)
+    after = kept()
+    assert not torch.equal(after["residual"], before["residual"])
+    with pytest.raises(Cut):
+        group.adopt()  # this group breaks, too
+    monkeypatch.setattr(dist, "all_gather", gather)
+    if by_another:
+        monkeypatch.setattr(dist, "broadcast", theirs)
+    group.adopt()
+    expected = after if by_another else before
+    assert all(torch.equal(value, expected[name]) for name, value in kept().items())
+    group.adopt()  # a learner joins
+    assert all(torch.equal(value, expected[name]) for name, value in kept().items())
