@@ -7,16 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import qfleet
 from qfleet.config import Config, ConfigError, override
-from qfleet.runtime import checkpoint, metrics
-from qfleet.runtime.team import TeamError, check, together
+from qfleet.learner import Learner
+from qfleet.runtime import checkpoint, metrics, team
+from qfleet.runtime.team import FOREVER, Launched, Ranks, TeamError, check, joined, together
+from qfleet.types import Spec
 
 SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--seed", "3", "--device", "cpu",
             "--network.hidden", "32,32", "--replay.min-steps", "200", "--learner.batch-size", "16", "--runtime.eval-every", "0",
@@ -283,3 +289,72 @@ def test_memory_that_this_learner_cannot_get_is_no_matter_of_the_others() -> Non
         raise torch.OutOfMemoryError("no memory")
     with pytest.raises(TeamError, match="another learner"), together():
         raise RuntimeError("Connection closed by peer")
+
+
+def test_an_error_without_a_message_is_told_by_its_name() -> None:
+    with pytest.raises(TeamError, match=r"does not answer \(RuntimeError\)"), together():
+        raise RuntimeError
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of a launcher with one process: this one."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_only_what_goes_to_the_others_is_blamed_on_them(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that fails by itself fails with its own error."""
+    config = Config()
+    learner = Learner(config, Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu"))
+    Ranks(config, Launched(0, 1, 1, 0)).attach(learner)
+    assert learner.sync is not None
+
+    def misaligned(grad: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    def closed(tensor: torch.Tensor) -> None:
+        raise RuntimeError("[/pytorch/gloo/pair.cc:534] Connection closed by peer")
+
+    with monkeypatch.context() as m:
+        m.setattr(learner, "apply", misaligned)
+        with pytest.raises(RuntimeError, match="CUDA error: misaligned address") as wrong:
+            learner.sync(torch.zeros_like(learner.grad), 16)
+    assert not isinstance(wrong.value, TeamError)
+    monkeypatch.setattr(dist, "all_reduce", closed)
+    with pytest.raises(TeamError, match=r"^another learner .* \(Connection closed by peer\)\. .*train --resume RUN"):
+        learner.sync(torch.zeros_like(learner.grad), 16)
+
+
+@pytest.mark.parametrize(("watchdog", "seconds"), [(0.0, FOREVER.total_seconds()), (300.0, 360.0), (7200.0, 7260.0)])
+def test_others_are_waited_for_as_long_as_environments_may_take(
+    watchdog: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every group, of updates and of rounds; for a checkpoint longer, since the first one comes to the last one after its evaluation."""
+    limits, waited = list[timedelta](), list[int]()
+
+    def init(*args: Any, timeout: timedelta, **more: Any) -> None:
+        limits.append(timeout)
+
+    def new(*, timeout: timedelta = timedelta(minutes=30), **more: Any) -> int:
+        limits.append(timeout)
+        return len(limits)
+
+    def reduce(tensor: torch.Tensor, op: Any = None, *, group: int) -> None:
+        waited.append(group)
+
+    monkeypatch.setattr(team, "ranks", lambda: Launched(0, 2, 2, 0))
+    monkeypatch.setattr(team, "rendezvous", lambda *args, **more: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "new_group", new)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(dist, "barrier", lambda group: waited.append(group))
+    monkeypatch.setattr(Ranks, "_compare", lambda self: None)
+    with joined(override(Config(), {"runtime.watchdog": watchdog})) as found:
+        found.meet(0)
+        found.wait()
+    updates, rounds, checkpoints = (limits[number - 1].total_seconds() for number in (1, *waited))
+    assert updates == rounds == seconds
+    assert checkpoints == FOREVER.total_seconds() > 1e6
