@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import qfleet
+from qfleet.api import all_have_begun
 from qfleet.config import Config, ConfigError, override
 from qfleet.learner import Learner
 from qfleet.runtime import checkpoint, metrics, team
-from qfleet.runtime.team import FOREVER, Launched, Ranks, TeamError, check, joined, together
+from qfleet.runtime.team import FOREVER, Alone, Launched, Ranks, TeamError, check, joined, together
 from qfleet.types import Spec
 
 SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--seed", "3", "--device", "cpu",
@@ -158,6 +159,36 @@ def test_a_checkpoint_that_not_everybody_has_is_not_used(whole: Path, tmp_path: 
     assert rows(run) == rows(whole)
 
 
+def test_a_run_that_was_killed_while_the_first_checkpoint_was_saved_begins_anew(whole: Path, tmp_path: Path) -> None:
+    """The first learner had saved it, the other one had not. The weights that there were are kept."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, symlinks=True)
+    part = run / "learners/1/checkpoints"
+    for saved in part.glob("step_*"):
+        saved.rename(saved.with_name(saved.name + ".tmp"))
+    resumed = launched("", "--resume", str(run))
+    out, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0 and "resumed" not in out, out[-3000:]
+    assert f"begins anew, in its place. The weights it left are in {run / 'checkpoints.old'}" in " ".join(out.split())
+    assert rows(run) == rows(whole)
+    assert checkpoint.steps(part) and not list(part.glob("*.tmp"))
+    assert [p.name for p in checkpoint.steps(run / "checkpoints.old")] == [p.name for p in checkpoint.steps(whole / "checkpoints")]  # fmt: skip
+
+
+def test_a_learner_whose_part_is_gone_does_not_begin_anew(tmp_path: Path) -> None:
+    """It had one, since its folder was made before the first round: what the others have shall not be given up for that."""
+
+    class Second(Alone):
+        rank = 1
+
+    with pytest.raises(checkpoint.CheckpointError, match=r"not every learner has its part .*/learners' must hold"):
+        all_have_begun(tmp_path, Second())
+    (tmp_path / "learners/1/checkpoints/step_000000500.tmp").mkdir(parents=True)
+    assert not all_have_begun(tmp_path, Second())
+    (tmp_path / "learners/1/checkpoints/step_000001000").mkdir()
+    assert all_have_begun(tmp_path, Second())
+
+
 @pytest.mark.parametrize(
     "mode",
     [
@@ -224,11 +255,12 @@ def test_learners_that_were_not_started_alike_refuse(tmp_path: Path) -> None:
 
 def test_a_learner_that_dies_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = launched(run, "CartPole-v1", *SETTINGS, "--total-steps", "1000000")
+    process = launched(run, "CartPole-v1", *SETTINGS, "--total-steps", "1000000", "--runtime.checkpoint-every", "0")
     wait_for(process, "step 1,5")
     os.kill(follower(process), signal.SIGKILL)
     process.communicate(timeout=120)
     assert process.returncode != 0
+    assert list((run / "learners/1/checkpoints").iterdir()) == []  # it has not come to one: known from the folder
 
 
 def test_torchrun_starts_them_again(whole: Path, tmp_path: Path) -> None:
