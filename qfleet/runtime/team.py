@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from qfleet import __version__
@@ -147,6 +147,7 @@ class Launched(NamedTuple):
     size: int
     here: int  # processes on this machine
     local: int  # its number among them
+    job: str = ""  # mpirun's name for all of them
 
 
 def ranks() -> Launched | None:
@@ -159,7 +160,8 @@ def ranks() -> Launched | None:
         if rank in os.environ and size in os.environ:
             mine, count = int(os.environ[rank]), int(os.environ[size])
             together = int(os.environ.get(here, count))
-            return Launched(mine, count, together, int(os.environ.get(local, mine % together)))
+            job = os.environ.get("PMIX_NAMESPACE", "") if rank.startswith("OMPI") else ""
+            return Launched(mine, count, together, int(os.environ.get(local, mine % together)), job)
     return None
 
 
@@ -196,14 +198,30 @@ def joined(config: Config) -> Iterator[Team]:
     limit = patience(config.runtime.watchdog)
     backend = "cpu:gloo,cuda:nccl" if own_gpus(config, found) else "gloo"
     with together():
-        store, *_ = next(rendezvous("env://", found.rank, found.size, timeout=BEGIN))
+        store = meeting_place(found)
         store.set_timeout(limit)  # NCCL looks into it when the first update comes
-        mine = PrefixStore(f"attempt {attempt()}", store)  # torchrun may keep its store when it starts ranks again
+        # torchrun may keep its store when it starts ranks again; and those of another mpirun may find this one's.
+        mine = PrefixStore(f"{found.job} attempt {attempt()}", store)
         dist.init_process_group(backend, store=mine, rank=found.rank, world_size=found.size, timeout=limit)
     try:
         yield Ranks(config, found)
     finally:
         dist.destroy_process_group()
+
+
+def meeting_place(launched: Launched) -> Store:
+    """Where ranks find each other: the first one makes it."""
+    try:
+        store: Store = next(rendezvous("env://", launched.rank, launched.size, timeout=BEGIN))[0]
+        return store
+    except dist.DistNetworkError as e:
+        if "failed to listen" not in str(e):
+            raise
+        port = int(os.environ["MASTER_PORT"])
+        why = "another program, or run, has it" if "EADDRINUSE" in str(e) else str(e)
+        raise ConfigError(
+            f"the learners cannot meet at port {port} of this machine ({why}): name a free one for all of them in the variable MASTER_PORT, as in `mpirun -x MASTER_PORT={port + 1} -np {launched.size} qfleet train ...`."
+        ) from None
 
 
 def own_gpus(config: Config, launched: Launched) -> bool:
@@ -275,7 +293,7 @@ def lost(why: Cut) -> TeamError:
 
 class Ranks:
     def __init__(self, config: Config, launched: Launched) -> None:
-        self.rank, self.size, self.here, self.local = launched
+        self.rank, self.size, self.here, self.local, _ = launched
         self._on_device = own_gpus(config, launched)
         self.stopping, self.lr_scale, self._stop = False, 1.0, False
         self._config = config

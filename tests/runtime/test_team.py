@@ -329,6 +329,47 @@ def test_an_error_without_a_message_is_told_by_its_name() -> None:
 
 
 @pytest.fixture
+def mpirun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As the first of two ranks that mpirun started."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return monkeypatch
+
+
+def test_a_port_that_is_taken_is_named(mpirun: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        mpirun.setenv("MASTER_PORT", str(port))
+        what = rf"port {port} of this machine \(another program, or run, has it\): .* -x MASTER_PORT={port + 1} -np 2"
+        with pytest.raises(ConfigError, match=what), joined(Config()):
+            pass
+
+
+def test_two_runs_of_mpirun_that_meet_at_one_port_stay_apart(mpirun: pytest.MonkeyPatch) -> None:
+    """A rank of the second one may find the store of the first one."""
+    store, places = HashStore(), list[Any]()
+
+    def init(*args: Any, store: Any, **more: Any) -> None:
+        places.append(store)
+        raise RuntimeError("enough")
+
+    mpirun.setattr(team, "rendezvous", lambda *args, **more: iter([(store, 0, 2)]))
+    mpirun.setattr(dist, "init_process_group", init)
+    mpirun.setenv("MASTER_PORT", "29500")
+    for job in ("first", "second", "first"):
+        mpirun.setenv("PMIX_NAMESPACE", job)
+        with pytest.raises(TeamError, match="enough"), joined(Config()):
+            pass
+    first, second, again = places
+    first.set("rank 1", "here")
+    assert again.check(["rank 1"]) and not second.check(["rank 1"])
+
+
+@pytest.fixture
 def one_rank() -> Iterator[None]:
     """A group of a launcher with one process: this one."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
