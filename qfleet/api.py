@@ -115,7 +115,7 @@ def train(
         if env is not None or recipe is not None or config is not None:
             raise ConfigError("--resume takes the environment, recipe and config from the run itself: leave them out.")
         folder, settings = Path(resume), resumed_config(Path(resume), given)
-        started = (folder / "checkpoints").exists() and any((folder / "checkpoints").glob("step_*"))
+        started = bool(checkpoint.steps(folder / "checkpoints"))
     else:
         settings = compose(env, recipe, config, given)
         folder = new_run_dir(settings)
@@ -124,6 +124,7 @@ def train(
     with team.joined(settings) as mine:
         if started:
             _same_launcher(folder, settings, mine.size)
+            started = all_have_begun(folder, mine)
         settings = replace(settings, learners=max(settings.learners, mine.size))
         if not started:
             settings.check_batch(settings.learners)
@@ -142,6 +143,18 @@ def _same_launcher(folder: Path, config: Config, ranks: int) -> None:
         raise ConfigError(
             f"the {learners} learners of {str(folder)!r} were started by torchrun, mpirun or Spark: go on likewise, as in `torchrun --nproc-per-node {learners} -m qfleet train --resume {folder}`."
         )
+
+
+def all_have_begun(folder: Path, mine: Team) -> bool:
+    """Has every learner of a launcher a checkpoint? Killed while they saved the first one, some may have none: then there is none of all."""
+    part = (folder / "learners" / str(mine.rank) if mine.rank else folder) / "checkpoints"
+    empty, lost, saved = 0, 1, 2
+    least = mine.least(saved if checkpoint.steps(part) else empty if part.exists() else lost)
+    if least == lost:
+        raise checkpoint.CheckpointError(
+            f"not every learner has its part of the checkpoint: {str(folder / 'learners')!r} must hold that of all but the first one, on a file system that all share. Put it back; or delete {str(folder / 'checkpoints')!r} to begin anew with --resume."
+        )
+    return least == saved
 
 
 def _crew(config: Config, mine: Team, say: Callable[[str], None]) -> Crew:

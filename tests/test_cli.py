@@ -343,6 +343,14 @@ def test_a_run_that_is_not_there_and_one_that_never_came_to_a_checkpoint(tmp_pat
         f"{run} held a run that ended before its first checkpoint: this one begins anew, in its place"
         in capsys.readouterr().out
     )
+    for saved in (run / "checkpoints").glob("*_*"):  # killed while it was written
+        saved.rename(saved.with_name(saved.name + ".tmp"))
+        (run / "checkpoints" / f"{saved.name}.tmp/manifest.json").unlink()
+    assert main(words) == 2
+    assert f"Go on with `qfleet train --resume {run}`" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "begins anew, in its place" in capsys.readouterr().out
+    assert not list((run / "checkpoints").glob("*.tmp"))
     assert len(list(run.glob("events.out.*"))) == 1 and not (run / "learners").exists()
 
 

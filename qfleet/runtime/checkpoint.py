@@ -260,14 +260,32 @@ class Checkpoints:
         return state
 
 
+def set_aside(run_dir: Path) -> Path | None:
+    """Before a run begins anew: what it saved must not be taken for the new one's. -> where its weights are now, if there are any."""
+    folder, aside = run_dir / "checkpoints", run_dir / "checkpoints.old"
+    shutil.rmtree(run_dir / "learners", ignore_errors=True)
+    shutil.rmtree(folder / "replay", ignore_errors=True)
+    if not any((saved / "manifest.json").exists() for saved in folder.glob("*_*")):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    return aside
+
+
 # --- loading -------------------------------------------------------------------------------------------------------
 
 
+def steps(checkpoints: Path) -> list[Path]:
+    """The folders of complete checkpoints, oldest first."""
+    return sorted(p for p in checkpoints.glob("step_*") if p.suffix != ".tmp")
+
+
 def newest(checkpoints: Path) -> Path:
-    folders = sorted(p for p in checkpoints.glob("step_*") if p.suffix != ".tmp")
+    folders = steps(checkpoints)
     if not folders:
         raise CheckpointError(
-            f"{checkpoints.parent} holds no checkpoint: the run ended before its first one, or has not come to it yet. Start it again, or name another run directory."
+            f"{checkpoints.parent} holds no checkpoint: the run ended before its first one, or has not come to it yet. `train --resume {checkpoints.parent}` begins it anew; or name another run directory."
         )
     return folders[-1]
 

@@ -25,6 +25,7 @@ class Follower:
             if seconds := config.runtime.watchdog:
                 self._open.callback(Watchdog(self.worker.waiting, seconds, self._stuck).close)
             self.checkpoints = Checkpoints(run_dir / "learners" / str(team.rank), config.runtime.keep)
+            self.checkpoints.dir.mkdir(parents=True, exist_ok=True)  # while it is empty, there is no checkpoint of all
             if resume:
                 self.worker.load(self.checkpoints)
             else:

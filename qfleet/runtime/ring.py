@@ -3,7 +3,8 @@
 | who        | waits for                                   | unblocked by                                              |
 |------------|---------------------------------------------|-----------------------------------------------------------|
 | an update  | the same one of all others in the group     | them; when one dies, its connections break: the update is |
-|            |                                             | given up everywhere. One that hangs is killed             |
+|            |                                             | given up everywhere. One that hangs is killed; where its  |
+|            |                                             | machine is gone nothing breaks but by the time limit      |
 | new group  | all its members                             | them, or its time limit: then it is as if one had died    |
 
 The hub names the group with the orders of a round, so all its members make it after the same round. Then all take over the
@@ -97,6 +98,7 @@ class Ring(Member):
 
     def _make_group(self, members: list[int]) -> None:
         """It may fail like an update: then the hub hears of it, and names another one."""
+        # Of updates, too: nobody who is silent for longer is still in the group, but its machine may not have told so.
         limit = timedelta(seconds=3 * self._config.sync.heartbeat)
         assert self._learner is not None
         try:

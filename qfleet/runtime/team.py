@@ -2,19 +2,21 @@
 
 | who    | waits for                                            | unblocked by                                              |
 |--------|------------------------------------------------------|-----------------------------------------------------------|
-| `meet` | all others, once a round (Alone: nobody)             | them, or an error: at once when one died, after a while   |
-|        |                                                      | when it hangs                                             |
+| `meet` | all others, once a round (Alone: nobody)             | them, or an error: at once when one died, after           |
+|        |                                                      | `patience` when it hangs                                  |
 | agree  | as its transport says (qfleet.sync), in every update | the same                                                  |
+| `wait` | all others, when a checkpoint is saved               | them, or an error when one died: the first learner comes  |
+|        |                                                      | to the last one when its last evaluation is done          |
 
 `Ranks`: processes that a launcher (torchrun, mpirun, Spark) started, each with its rank in the environment. They go through
-their rounds together. Two groups, since a learner's thread agrees on gradients while the main thread collects.
+their rounds together. Three groups: a learner's thread agrees on gradients while the main thread collects, and nobody knows
+how long an evaluation takes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -23,19 +25,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from qfleet import __version__
 from qfleet.config import Config, ConfigError, flatten, to_dict
 from qfleet.learner import Learner
 from qfleet.runtime.setup import kind_of
+from qfleet.sync.allreduce import Cut, among_others
 from qfleet.sync.balance import Balance, shares
 from qfleet.sync.group import Group
 from qfleet.sync.traffic import Traffic
 from qfleet.types import State
 
 PATIENCE = timedelta(seconds=60)  # for a rank that does not answer, beyond the watchdog's time for environments
+FOREVER = timedelta(weeks=2)  # torch has no word for it
+BEGIN = timedelta(minutes=6)  # in which all ranks are started
 
 NEARLY = 0.05  # of all samples: as near as a learner's part must come to its weight
 
@@ -142,6 +147,7 @@ class Launched(NamedTuple):
     size: int
     here: int  # processes on this machine
     local: int  # its number among them
+    job: str = ""  # mpirun's name for all of them
 
 
 def ranks() -> Launched | None:
@@ -154,7 +160,8 @@ def ranks() -> Launched | None:
         if rank in os.environ and size in os.environ:
             mine, count = int(os.environ[rank]), int(os.environ[size])
             together = int(os.environ.get(here, count))
-            return Launched(mine, count, together, int(os.environ.get(local, mine % together)))
+            job = os.environ.get("PMIX_NAMESPACE", "") if rank.startswith("OMPI") else ""
+            return Launched(mine, count, together, int(os.environ.get(local, mine % together)), job)
     return None
 
 
@@ -173,6 +180,11 @@ def command() -> str:
     return f"mpirun -np {launched.size} qfleet"
 
 
+def patience(watchdog: float) -> timedelta:
+    """How long others may take for a round, in which their environments may take as long as the watchdog lets them (0: for ever)."""
+    return PATIENCE + timedelta(seconds=watchdog) if watchdog else FOREVER
+
+
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[Team]:
     """The team of this process: alone, or those that a launcher started with it."""
@@ -183,16 +195,33 @@ def joined(config: Config) -> Iterator[Team]:
     check(config, found.size)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    patience = PATIENCE + timedelta(seconds=config.runtime.watchdog)
+    limit = patience(config.runtime.watchdog)
+    backend = "cpu:gloo,cuda:nccl" if own_gpus(config, found) else "gloo"
     with together():
-        backend = "cpu:gloo,cuda:nccl" if own_gpus(config, found) else "gloo"
-        store, *_ = next(rendezvous("env://", found.rank, found.size, timeout=patience))
-        mine = PrefixStore(f"attempt {attempt()}", store)  # torchrun may keep its store when it starts ranks again
-        dist.init_process_group(backend, store=mine, rank=found.rank, world_size=found.size, timeout=patience)
+        store = meeting_place(found)
+        store.set_timeout(limit)  # NCCL looks into it when the first update comes
+        # torchrun may keep its store when it starts ranks again; and those of another mpirun may find this one's.
+        mine = PrefixStore(f"{found.job} attempt {attempt()}", store)
+        dist.init_process_group(backend, store=mine, rank=found.rank, world_size=found.size, timeout=limit)
     try:
         yield Ranks(config, found)
     finally:
         dist.destroy_process_group()
+
+
+def meeting_place(launched: Launched) -> Store:
+    """Where ranks find each other: the first one makes it."""
+    try:
+        store: Store = next(rendezvous("env://", launched.rank, launched.size, timeout=BEGIN))[0]
+        return store
+    except dist.DistNetworkError as e:
+        if "failed to listen" not in str(e):
+            raise
+        port = int(os.environ["MASTER_PORT"])
+        why = "another program, or run, has it" if "EADDRINUSE" in str(e) else str(e)
+        raise ConfigError(
+            f"the learners cannot meet at port {port} of this machine ({why}): name a free one for all of them in the variable MASTER_PORT, as in `mpirun -x MASTER_PORT={port + 1} -np {launched.size} qfleet train ...`."
+        ) from None
 
 
 def own_gpus(config: Config, launched: Launched) -> bool:
@@ -250,24 +279,27 @@ def check_division(config: Config, size: int) -> None:
 def together() -> Iterator[None]:
     """Around what all ranks do at the same time: the error of whoever is left becomes one line."""
     try:
-        yield
-    except torch.OutOfMemoryError:  # of this one: the trainer says what to do
-        raise
-    except RuntimeError as e:
-        why = re.sub(r"\[/\S*\]\s*", "", str(e).splitlines()[0]).strip()
-        raise TeamError(
-            f"another learner of this run ended or does not answer ({why}). If it could, it said why. Go on with all of them: `{command()} train --resume RUN`."
-        ) from None
+        with among_others():
+            yield
+    except Cut as e:
+        raise lost(e) from None
+
+
+def lost(why: Cut) -> TeamError:
+    return TeamError(
+        f"another learner of this run ended or does not answer ({why}). If it could, it said why. Go on with all of them: `{command()} train --resume RUN`."
+    )
 
 
 class Ranks:
     def __init__(self, config: Config, launched: Launched) -> None:
-        self.rank, self.size, self.here, self.local = launched
+        self.rank, self.size, self.here, self.local, _ = launched
         self._on_device = own_gpus(config, launched)
         self.stopping, self.lr_scale, self._stop = False, 1.0, False
         self._config = config
         with together():
-            self._control = dist.new_group(backend="gloo")
+            self._control = dist.new_group(backend="gloo", timeout=patience(config.runtime.watchdog))
+            self._unhurried = dist.new_group(backend="gloo", timeout=FOREVER)
             self._compare()
         balanced = config.sync.balance or config.sync.weights
         self._balance = Balance(config.learner.batch_size, config.sync.weights) if balanced else None
@@ -305,8 +337,10 @@ class Ranks:
 
     def _agree(self, grad: Tensor, samples: int) -> None:
         assert self._group is not None
-        with together():
+        try:
             self._group.agree(grad, samples)
+        except Cut as e:  # all else that fails in an update is this learner's own error
+            raise lost(e) from None
 
     def enter(self, learner: Learner, own: int) -> bool:
         return True
@@ -342,7 +376,7 @@ class Ranks:
 
     def wait(self) -> bool:
         with together():
-            dist.barrier(group=self._control)
+            dist.barrier(group=self._unhurried)
         return True
 
     def least(self, number: int) -> int:

@@ -23,7 +23,7 @@ from qfleet.config import Config, ConfigError, dump_yaml, rewrite_yaml
 from qfleet.envs import Envs
 from qfleet.learner import Flat, Learned
 from qfleet.runtime import evaluation
-from qfleet.runtime.checkpoint import Checkpoints
+from qfleet.runtime.checkpoint import Checkpoints, set_aside
 from qfleet.runtime.evaluation import Evaluation
 from qfleet.runtime.evaluator import Evaluator, Stuck
 from qfleet.runtime.failing import ERRORS, Failing, exited, out_of_memory
@@ -122,10 +122,11 @@ class Trainer:
         self._open.enter_context(lock(run_dir))
         self.new = absent
         if not resume and (run_dir / "config.yaml").exists():
+            aside = set_aside(run_dir)
             progress.message(
                 f"{run_dir} held a run that ended before its first checkpoint: this one begins anew, in its place"
+                + ("" if aside is None else f". The weights it left are in {aside}")
             )
-            shutil.rmtree(run_dir / "learners", ignore_errors=True)
         for line in worker.summary():
             progress.message(line)
         if given.learner.compile == "on" and config.learner.compile == "off":

@@ -7,16 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import qfleet
+from qfleet.api import all_have_begun
 from qfleet.config import Config, ConfigError, override
-from qfleet.runtime import checkpoint, metrics
-from qfleet.runtime.team import TeamError, check, together
+from qfleet.learner import Learner
+from qfleet.runtime import checkpoint, metrics, team
+from qfleet.runtime.team import FOREVER, Alone, Launched, Ranks, TeamError, check, joined, together
+from qfleet.types import Spec
 
 SETTINGS = ["--num-envs", "4", "--total-steps", "3000", "--recipe", "dqn", "--seed", "3", "--device", "cpu",
             "--network.hidden", "32,32", "--replay.min-steps", "200", "--learner.batch-size", "16", "--runtime.eval-every", "0",
@@ -152,6 +159,36 @@ def test_a_checkpoint_that_not_everybody_has_is_not_used(whole: Path, tmp_path: 
     assert rows(run) == rows(whole)
 
 
+def test_a_run_that_was_killed_while_the_first_checkpoint_was_saved_begins_anew(whole: Path, tmp_path: Path) -> None:
+    """The first learner had saved it, the other one had not. The weights that there were are kept."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, symlinks=True)
+    part = run / "learners/1/checkpoints"
+    for saved in part.glob("step_*"):
+        saved.rename(saved.with_name(saved.name + ".tmp"))
+    resumed = launched("", "--resume", str(run))
+    out, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0 and "resumed" not in out, out[-3000:]
+    assert f"begins anew, in its place. The weights it left are in {run / 'checkpoints.old'}" in " ".join(out.split())
+    assert rows(run) == rows(whole)
+    assert checkpoint.steps(part) and not list(part.glob("*.tmp"))
+    assert [p.name for p in checkpoint.steps(run / "checkpoints.old")] == [p.name for p in checkpoint.steps(whole / "checkpoints")]  # fmt: skip
+
+
+def test_a_learner_whose_part_is_gone_does_not_begin_anew(tmp_path: Path) -> None:
+    """It had one, since its folder was made before the first round: what the others have shall not be given up for that."""
+
+    class Second(Alone):
+        rank = 1
+
+    with pytest.raises(checkpoint.CheckpointError, match=r"not every learner has its part .*/learners' must hold"):
+        all_have_begun(tmp_path, Second())
+    (tmp_path / "learners/1/checkpoints/step_000000500.tmp").mkdir(parents=True)
+    assert not all_have_begun(tmp_path, Second())
+    (tmp_path / "learners/1/checkpoints/step_000001000").mkdir()
+    assert all_have_begun(tmp_path, Second())
+
+
 @pytest.mark.parametrize(
     "mode",
     [
@@ -218,11 +255,12 @@ def test_learners_that_were_not_started_alike_refuse(tmp_path: Path) -> None:
 
 def test_a_learner_that_dies_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = launched(run, "CartPole-v1", *SETTINGS, "--total-steps", "1000000")
+    process = launched(run, "CartPole-v1", *SETTINGS, "--total-steps", "1000000", "--runtime.checkpoint-every", "0")
     wait_for(process, "step 1,5")
     os.kill(follower(process), signal.SIGKILL)
     process.communicate(timeout=120)
     assert process.returncode != 0
+    assert list((run / "learners/1/checkpoints").iterdir()) == []  # it has not come to one: known from the folder
 
 
 def test_torchrun_starts_them_again(whole: Path, tmp_path: Path) -> None:
@@ -283,3 +321,113 @@ def test_memory_that_this_learner_cannot_get_is_no_matter_of_the_others() -> Non
         raise torch.OutOfMemoryError("no memory")
     with pytest.raises(TeamError, match="another learner"), together():
         raise RuntimeError("Connection closed by peer")
+
+
+def test_an_error_without_a_message_is_told_by_its_name() -> None:
+    with pytest.raises(TeamError, match=r"does not answer \(RuntimeError\)"), together():
+        raise RuntimeError
+
+
+@pytest.fixture
+def mpirun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As the first of two ranks that mpirun started."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return monkeypatch
+
+
+def test_a_port_that_is_taken_is_named(mpirun: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        mpirun.setenv("MASTER_PORT", str(port))
+        what = rf"port {port} of this machine \(another program, or run, has it\): .* -x MASTER_PORT={port + 1} -np 2"
+        with pytest.raises(ConfigError, match=what), joined(Config()):
+            pass
+
+
+def test_two_runs_of_mpirun_that_meet_at_one_port_stay_apart(mpirun: pytest.MonkeyPatch) -> None:
+    """A rank of the second one may find the store of the first one."""
+    store, places = HashStore(), list[Any]()
+
+    def init(*args: Any, store: Any, **more: Any) -> None:
+        places.append(store)
+        raise RuntimeError("enough")
+
+    mpirun.setattr(team, "rendezvous", lambda *args, **more: iter([(store, 0, 2)]))
+    mpirun.setattr(dist, "init_process_group", init)
+    mpirun.setenv("MASTER_PORT", "29500")
+    for job in ("first", "second", "first"):
+        mpirun.setenv("PMIX_NAMESPACE", job)
+        with pytest.raises(TeamError, match="enough"), joined(Config()):
+            pass
+    first, second, again = places
+    first.set("rank 1", "here")
+    assert again.check(["rank 1"]) and not second.check(["rank 1"])
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of a launcher with one process: this one."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_only_what_goes_to_the_others_is_blamed_on_them(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that fails by itself fails with its own error."""
+    config = Config()
+    learner = Learner(config, Spec(obs_shape=(4,), obs_dtype="float32", num_actions=2), torch.device("cpu"))
+    Ranks(config, Launched(0, 1, 1, 0)).attach(learner)
+    assert learner.sync is not None
+
+    def misaligned(grad: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    def closed(tensor: torch.Tensor) -> None:
+        raise RuntimeError("[/pytorch/gloo/pair.cc:534] Connection closed by peer")
+
+    with monkeypatch.context() as m:
+        m.setattr(learner, "apply", misaligned)
+        with pytest.raises(RuntimeError, match="CUDA error: misaligned address") as wrong:
+            learner.sync(torch.zeros_like(learner.grad), 16)
+    assert not isinstance(wrong.value, TeamError)
+    monkeypatch.setattr(dist, "all_reduce", closed)
+    with pytest.raises(TeamError, match=r"^another learner .* \(Connection closed by peer\)\. .*train --resume RUN"):
+        learner.sync(torch.zeros_like(learner.grad), 16)
+
+
+@pytest.mark.parametrize(("watchdog", "seconds"), [(0.0, FOREVER.total_seconds()), (300.0, 360.0), (7200.0, 7260.0)])
+def test_others_are_waited_for_as_long_as_environments_may_take(
+    watchdog: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every group, of updates and of rounds; for a checkpoint longer, since the first one comes to the last one after its evaluation."""
+    limits, waited = list[timedelta](), list[int]()
+
+    def init(*args: Any, timeout: timedelta, **more: Any) -> None:
+        limits.append(timeout)
+
+    def new(*, timeout: timedelta = timedelta(minutes=30), **more: Any) -> int:
+        limits.append(timeout)
+        return len(limits)
+
+    def reduce(tensor: torch.Tensor, op: Any = None, *, group: int) -> None:
+        waited.append(group)
+
+    monkeypatch.setattr(team, "ranks", lambda: Launched(0, 2, 2, 0))
+    monkeypatch.setattr(team, "rendezvous", lambda *args, **more: iter([(HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "new_group", new)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(dist, "barrier", lambda group: waited.append(group))
+    monkeypatch.setattr(Ranks, "_compare", lambda self: None)
+    with joined(override(Config(), {"runtime.watchdog": watchdog})) as found:
+        found.meet(0)
+        found.wait()
+    updates, rounds, checkpoints = (limits[number - 1].total_seconds() for number in (1, *waited))
+    assert updates == rounds == seconds
+    assert checkpoints == FOREVER.total_seconds() > 1e6
