@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("QFLEET_RESULTS") or ROOT / "benchmarks" / "results")
 
 
 def cpu_model() -> str:
@@ -39,8 +40,13 @@ def commit() -> str:
     )
 
 
+def interruptible() -> None:
+    """SIGTERM ends a benchmark as Ctrl-C does: with a report of what it has."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def record(name: str, values: dict[str, Any]) -> None:
-    """Append one line to benchmarks/results/<name>.jsonl."""
+    """Append one line to benchmarks/results/<name>.jsonl, or to a file in the folder QFLEET_RESULTS."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
     about = {

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"stack_num": 1, "reward_clipping": False, "repeat_ac
 
 
 def one(way: str, envs: int, threads: int, seconds: float) -> float:
-    """`way`: groups:N or batches:N, N of which make all games."""
+    """`way`: groups:N or batches:N, N of which make all games; `threads` of each."""
     from ale_py import AtariVectorEnv
 
     kind, parts = way.split(":")
@@ -30,6 +30,7 @@ def one(way: str, envs: int, threads: int, seconds: float) -> float:
     if kind == "groups":
         made = [AtariVectorEnv("pong", num_envs=size, num_threads=threads, **SETTINGS) for _ in range(int(parts))]
     else:
+        threads *= int(parts)  # as many in all as the groups have
         made = [AtariVectorEnv("pong", num_envs=envs, batch_size=size, num_threads=threads, **SETTINGS)]
     for games in made:
         games.reset(seed=0)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, record, train_command
+from common import RESULTS, interruptible, record, train_command
 
 # After 10M agent steps, no sticky actions (CleanRL's DQN and C51), and at 40M frames with sticky actions (Dopamine).
 PUBLISHED = {
@@ -70,6 +70,15 @@ def watch(pid: int, stop: threading.Event, out: list[dict[str, float]]) -> None:
         out.append({"seconds": time.time() - began, "host": host, "gpu": on_gpu()})
 
 
+def ended(process: subprocess.Popen[bytes], patience: float = 60.0) -> int:
+    """Its exit status, when it has written its last checkpoint; killed if that takes too long."""
+    try:
+        return process.wait(patience)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        return process.wait()
+
+
 def draw(
     game: str, recipe: str, curves: dict[str, list[tuple[int, float]]], memory: list[dict[str, float]], title: str
 ) -> None:
@@ -102,6 +111,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="seconds after which the run is stopped")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
     args = parser.parse_args()
+    interruptible()
     with tempfile.TemporaryDirectory() as folder:
         more = ("--total-steps", str(args.steps), "--runtime.checkpoint-every", "0")
         command = train_command(args.game, args.recipe, folder, args.set, *more)
@@ -109,13 +119,13 @@ def main() -> None:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         memory: list[dict[str, float]] = []
         stop = threading.Event()
-        watching = threading.Thread(target=watch, args=(process.pid, stop, memory))
+        watching = threading.Thread(target=watch, args=(process.pid, stop, memory), daemon=True)
         watching.start()
         try:
             code = process.wait(args.limit)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.terminate()
-            code = process.wait()
+            code = ended(process)
         stop.set()
         watching.join()
         seconds = time.time() - began

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_learner.py [--batch 32 256 1024] [--recipe rainbow] [--profile]
 
-Ours by hand and by autograd (both recorded as one graph), uniform and prioritised, on a replay of 1M steps on the GPU; beside them
+Ours by hand and by autograd (both recorded as one graph), uniform and prioritised, each on a replay of 1M steps on the GPU, in turn; after them
 the same update as one would write it today, compiled by torch.compile and recorded: bf16 autocast, channels last, plain
 convolutions, torch.optim.Adam(fused, capturable), frames gathered by index. The limit is the time in which the bytes that
 an update cannot avoid (frames, activations once written and once read in each pass, parameters) cross the memory at its
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import median, record
+from common import interruptible, median, record
 from torch import Tensor, nn
 
 DEVICE = torch.device("cuda")
@@ -46,25 +46,26 @@ def filled(config: Any, spec: Any) -> Any:
 
 def rate(update: Callable[[], Any], updates: int = 300, repeats: int = 7) -> float:
     """Updates per second, the median of some runs."""
-    rates = []
+    return in_turn({"": update}, updates, repeats)[""]
+
+
+def in_turn(contestants: dict[str, Callable[[], Any]], updates: int = 300, repeats: int = 7) -> dict[str, float]:
+    """Updates per second of each, medians: they take turns, so that all see the same GPU."""
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repeats):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(updates):
-            update()
-        torch.cuda.synchronize()
-        rates.append(updates / (time.perf_counter() - began))
-    return median(rates)
+        for name, update in contestants.items():
+            update()  # not counted
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(updates):
+                update()
+            torch.cuda.synchronize()
+            rates[name].append(updates / (time.perf_counter() - began))
+    return {name: median(found) for name, found in rates.items()}
 
 
-def ours(
-    batch: int,
-    prioritized: bool,
-    by_hand: bool = True,
-    recipe: str = "double",
-    profile: bool = False,
-    more: Sequence[str] = (),
-) -> float:
+def ours(batch: int, prioritized: bool = False, by_hand: bool = True, recipe: str = "double", more: Sequence[str] = ()) -> Callable[[], Any]:  # fmt: skip
+    """A recorded update, with a replay of its own."""
     from qfleet import recipes
     from qfleet.captured import CapturedLearner
     from qfleet.config import override
@@ -81,10 +82,9 @@ def ours(
     config = override(recipes.make(recipe, "pong", gpu=True), settings)
     before = torch.cuda.memory_allocated()
     replay = filled(config, spec)
-    print(
-        f"  replay of {CAPACITY:,} steps: {(torch.cuda.memory_allocated() - before) / 1e9:.3f} GB on the GPU",
-        flush=True,
-    )
+    gigabytes = (torch.cuda.memory_allocated() - before) / 1e9
+    print(f"  replay of {CAPACITY:,} steps: {gigabytes:.3f} GB on the GPU", flush=True)
+    record("gpu_learner", {**about(), "what": "replay", "prioritized": prioritized, "steps": CAPACITY, "gigabytes": gigabytes})  # fmt: skip
     learner = CapturedLearner(config, spec, DEVICE)
     if not by_hand:
         learner.by_hand, learner.low = False, None
@@ -95,9 +95,15 @@ def ours(
         print(f"  not recorded: {step.why_not}")
     learner._lr.fill_(1e-4)
     learner._beta.fill_(0.5)
-    if profile:
-        show_kernels(step)
-    return rate(step)
+
+    def update(kept: object = (learner, replay)) -> None:  # a graph does not keep what it reads
+        step()
+
+    return update
+
+
+def about() -> dict[str, Any]:
+    return {"gpu": torch.cuda.get_device_name()}
 
 
 def show_kernels(step: Callable[[], Any], updates: int = 20) -> None:
@@ -130,7 +136,8 @@ class Plain(nn.Module):
         return q
 
 
-def compiled(batch: int) -> float:
+def compiled(batch: int) -> Callable[[], Any]:
+    """The peer, recorded."""
     frames = torch.randint(0, 256, (CAPACITY, 84, 84), dtype=torch.uint8, device=DEVICE)
     action = torch.randint(0, 6, (CAPACITY,), device=DEVICE)
     reward, done = torch.randn(CAPACITY, device=DEVICE), torch.rand(CAPACITY, device=DEVICE) < 0.001
@@ -169,7 +176,11 @@ def compiled(batch: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         update()
-    return rate(graph.replay)
+
+    def again(kept: object = update) -> None:  # a graph does not keep what it reads
+        graph.replay()
+
+    return again
 
 
 def limit(batch: int, bandwidth: float) -> float:
@@ -196,28 +207,36 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="leave torch.compile out")
     parser.add_argument("--peer", action="store_true", help="torch.compile alone")
     args = parser.parse_args()
+    interruptible()
     bandwidth = copy_bandwidth()
     print(f"memory {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for batch in args.batch:
-        if args.peer:
-            print(f"batch {batch:5d}  torch.compile {compiled(batch):,.0f}/s", flush=True)
-            continue
+    for batch in () if args.peer else args.batch:
         if args.recipe:
-            got = ours(batch, False, recipe=args.recipe, profile=args.profile, more=args.set)
-            print(f"batch {batch:5d}  {args.recipe} {got:,.0f}/s = {got * batch:,.0f} samples/s", flush=True)
-            record("gpu_learner", {"gpu": torch.cuda.get_device_name(), "batch": batch, "recipe": args.recipe, "updates_per_second": got})  # fmt: skip
-            continue
-        result = {
-            "hand": ours(batch, False, profile=args.profile),
-            "hand_prioritized": ours(batch, True),
-            "autograd": ours(batch, False, by_hand=False),
-        }
-        if not args.no_peer:
-            result["torch_compile"] = compiled(batch)
-        result["bandwidth_limit"] = limit(batch, bandwidth)
-        print(f"batch {batch:5d}  " + "  ".join(f"{k} {v:,.0f}/s" for k, v in result.items())
-              + f"  = {result['hand'] * batch:,.0f} samples/s; prioritised costs {result['hand'] / result['hand_prioritized'] - 1:.1%} more", flush=True)  # fmt: skip
-        record("gpu_learner", {"gpu": torch.cuda.get_device_name(), "batch": batch, "updates_per_second": result})
+            step = ours(batch, recipe=args.recipe, more=args.set)
+            made = {args.recipe: step}
+        else:
+            step = ours(batch)
+            made = {"by hand": step, "prioritised": ours(batch, prioritized=True), "autograd": ours(batch, by_hand=False)}  # fmt: skip
+        if args.profile:
+            show_kernels(step)
+        say(batch, in_turn(made), bandwidth)
+        del step, made
+        torch.cuda.empty_cache()
+    for batch in (
+        () if args.no_peer or args.recipe else args.batch
+    ):  # after all of ours: each compiles for half a minute
+        say(batch, {"torch.compile": rate(compiled(batch))}, bandwidth)
+        torch.cuda.empty_cache()
+
+
+def say(batch: int, rates: dict[str, float], bandwidth: float) -> None:
+    """Printed and recorded as soon as it is known."""
+    most = limit(batch, bandwidth)
+    for name, updates in rates.items():
+        print(f"batch {batch:5d}  {name:14s} {updates:9,.0f} updates/s = {updates * batch:11,.0f} samples/s; limit {most:,.0f} updates/s", flush=True)  # fmt: skip
+        record("gpu_learner", {**about(), "what": name, "batch": batch, "updates_per_second": updates, "bandwidth_limit": most})  # fmt: skip
+    if "prioritised" in rates:
+        print(f"batch {batch:5d}  prioritised costs {rates['by hand'] / rates['prioritised'] - 1:.1%} more", flush=True)
 
 
 if __name__ == "__main__":

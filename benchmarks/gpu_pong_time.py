@@ -16,36 +16,46 @@ import threading
 import time
 from typing import Any
 
-from common import record, train_command
+from common import interruptible, record, train_command
 
 GOAL = 18.0
+PAUSE = 5.0  # seconds until nothing of a run that was killed is left
 
 
 def one(seed: int, recipe: str, settings: list[str], limit: float, until_reached: bool) -> dict[str, Any]:
+    """What one run did, also where it was cut off."""
     with tempfile.TemporaryDirectory() as folder:
         stop = ("--runtime.stop-at", str(GOAL), "--runtime.checkpoint-every", "0", "--runtime.eval-epsilon", "0")
         command = train_command("pong", recipe, folder, settings, "--seed", str(seed), *stop)
-        reached: float | None = None
-        step, newest, last = 0, float("-inf"), ""
+        found: dict[str, Any] = {"seed": seed, "reached": None, "step": 0, "evaluation": None, "interrupted": False}
+        last = ""
         began = time.time()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None
         timer = threading.Timer(limit, process.kill)
+        timer.daemon = True
         timer.start()
-        for line in process.stdout:
-            last = line.strip() or last
-            if found := re.search(r"step ([\d,]+)/.* eval (-?[\d.]+)", line):
-                if float(found[2]) != newest:
-                    print(f"  {time.time() - began:6.1f} s  {line.strip()[:110]}", flush=True)
-                newest = float(found[2])
-                if newest >= GOAL and reached is None:
-                    reached, step = time.time() - began, int(found[1].replace(",", ""))
+        try:
+            for line in process.stdout:
+                last = line.strip() or last
+                # An evaluation that began earlier says when: eval 18.2 (at 750,000)
+                seen = re.search(r"step ([\d,]+)/.* eval (-?[\d.]+)(?: \(at ([\d,]+)\))?", line)
+                if seen is None or float(seen[2]) == found["evaluation"]:
+                    continue
+                found["evaluation"] = float(seen[2])
+                print(f"  {time.time() - began:6.1f} s  {last[:110]}", flush=True)
+                if found["evaluation"] >= GOAL and found["reached"] is None:
+                    found["reached"], found["step"] = time.time() - began, int((seen[3] or seen[1]).replace(",", ""))
                     if until_reached:
                         process.kill()
+        except KeyboardInterrupt:
+            found["interrupted"] = True
+            process.kill()
         process.wait()
         timer.cancel()
-        print(f"  {time.time() - began:6.1f} s  {last[:110]}", flush=True)
-        return {"seed": seed, "reached": reached, "step": step, "whole": time.time() - began, "evaluation": newest}
+        found["whole"] = time.time() - began
+        print(f"  {found['whole']:6.1f} s  {last[:110]}", flush=True)
+        return found
 
 
 def main() -> None:
@@ -56,16 +66,17 @@ def main() -> None:
     parser.add_argument("--until-reached", action="store_true", help="do not wait for the end of the command")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")
     args = parser.parse_args()
-    runs = []
+    interruptible()
+    reached = list[float]()
     for seed in args.seeds:
-        runs.append(one(seed, args.recipe, args.set, args.limit, args.until_reached))
-        print(f"seed {seed}: {runs[-1]}", flush=True)
-    reached = [run["reached"] for run in runs if run["reached"] is not None]
-    print(
-        f"reached by {len(reached)} of {len(runs)}",
-        f"after {', '.join(f'{r:.1f}' for r in reached)} s" if reached else "",
-    )
-    record("gpu_pong_time", {"recipe": args.recipe, "settings": args.set, "runs": runs})
+        run = one(seed, args.recipe, args.set, args.limit, args.until_reached)
+        print(f"seed {seed}: {run}", flush=True)
+        record("gpu_pong_time", {"recipe": args.recipe, "settings": args.set, **run})
+        reached += [run["reached"]] if run["reached"] is not None else []
+        if run["interrupted"]:
+            break
+        time.sleep(PAUSE)
+    print(f"reached {len(reached)} times" + (f": after {', '.join(f'{r:.1f}' for r in reached)} s" if reached else ""))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from qfleet.sync.traffic import Traffic
 from qfleet.types import State
 
 PATIENCE = timedelta(seconds=60)  # for a rank that does not answer, beyond the watchdog's time for environments
-FOREVER = timedelta(weeks=2)  # torch has no word for it
+FOREVER = timedelta(days=1)  # torch has no word for it
 BEGIN = timedelta(minutes=6)  # in which all ranks are started
 
 NEARLY = 0.05  # of all samples: as near as a learner's part must come to its weight
