@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from test_nature import DEVICE, SPEC, config_of, filled
+from test_nature import DEVICE, ENVS, SPEC, config_of, filled
 
 from qfleet import recipes
 from qfleet.captured import CapturedLearner
 from qfleet.config import override
 from qfleet.device import Captured
+from qfleet.learner import Learned
+from qfleet.types import Step
 
 gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="nothing is recorded without a GPU")
 
@@ -51,9 +53,21 @@ def test_nothing_between_two_updates_waits_for_the_gpu(recipe: str) -> None:
     config = override(config_of(), recipes.RECIPES[recipe][1] | {"learner.target_interval": 3})
     learner, replay = CapturedLearner(config, SPEC, DEVICE), filled(config)
     learner.prepare(replay)
+    fields = (
+        torch.zeros(4, ENVS, 84, 84, dtype=torch.uint8),
+        torch.zeros(4, ENVS, dtype=torch.int64),
+        torch.zeros(4, ENVS),
+    )
+    no = torch.zeros(4, ENVS, dtype=torch.bool)
+    rows = Step(*(field.pin_memory() for field in (*fields, no, no, no)))
+
+    def once() -> Learned | None:
+        replay.extend(rows)
+        return learner.learn(replay, 5, beta=0.5)
+
     try:
         torch.cuda.set_sync_debug_mode("error")
-        told = [learner.learn(replay, 5, beta=0.5) for _ in range(3)]
+        told = [once() for _ in range(3)]
         with pytest.raises(RuntimeError, match="synchroniz"):
             learner.grad.sum().item()  # this would be one
     finally:

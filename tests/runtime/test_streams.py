@@ -82,6 +82,22 @@ def test_streams_equal_pipelined(recipe: str, settings: dict[str, Any], groups: 
     assert ours.collector.episodes.state()["returns"] == plain.collector.episodes.state()["returns"]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU there is one stream")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("recipe", ["double", "rainbow"])
+def test_the_streams_of_a_gpu_equal_one(recipe: str, groups: int, tmp_path: Path) -> None:
+    """Whoever read or wrote too early would have other numbers than where everything is in one order."""
+    more = {"network__hidden": (512, 512), "learner__batch_size": 128, "replay__samples_per_step": 64.0}
+    config = config_of(recipe, runtime__groups=groups, device="cuda", acting__device="cuda", **more)
+    plain, losses = rounds(override(config, {"runtime.schedule": "serial"}), tmp_path / "a", 60)
+    ours, our_losses = rounds(override(config, {"runtime.schedule": "streams"}), tmp_path / "b", 60)
+    assert isinstance(ours.learner, CapturedLearner) and isinstance(plain.learner, CapturedLearner)
+    assert ours.learner.updates == plain.learner.updates > 200
+    assert our_losses == losses > 0
+    assert torch.equal(ours.learner.flat.data, plain.learner.flat.data)
+    assert ours.collector.episodes.state()["returns"] == plain.collector.episodes.state()["returns"]
+
+
 @pytest.mark.parametrize("recipe", ["munchausen", "per", "rainbow"])
 def test_streams_are_close_where_kernels_round_otherwise(recipe: str, tmp_path: Path) -> None:
     """A hand-written MLP and numba's tree on one side, autograd and torch on the other: the first updates agree closely."""
