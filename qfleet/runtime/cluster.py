@@ -129,6 +129,7 @@ class Fleet:
         self._make_learner = ray.remote(max_concurrency=2, num_gpus=self._gpus, **SPREAD)(LearnerActor).remote
         self._incarnations = [0] * config.learners
         self._learners: list[Any] = [None] * config.learners
+        self._how_made = [(False, 0)] * config.learners  # the newest of each: late? resumed from which step?
         self._running: dict[Any, int] = {}  # what ends with a learner -> its rank
         self._open.callback(self._kill_learners)
         self._address = str(ray.util.get_node_ip_address())
@@ -146,23 +147,49 @@ class Fleet:
         store = (self._address, 0 if self._shards else self._store.port)
         place = Place(rank, self._incarnations[rank], late, hub, store, self._token, self._here)
         self._learners[rank] = self._make_learner(self._theirs, place, resume)
+        self._how_made[rank] = late, resume
 
     def _run(self) -> None:
-        """Learners begin when all of them are made."""
-        making, began, said = [learner.ready.remote() for learner in self._learners], time.monotonic(), False
+        """Learners begin when all of them are made. Who is lost before is made again."""
+        making = {learner.ready.remote(): rank for rank, learner in enumerate(self._learners)}
+        began, said, heartbeat = time.monotonic(), False, self.config.sync.heartbeat
         while making:
-            made, making = self._ray.wait(making, num_returns=len(making), timeout=PATIENCE)
-            try:
-                self._ray.get(made)
-            except self._ray.exceptions.RayError as e:
-                failed = failure("a learner could not be made", e)
-                raise failed from failed.__cause__
+            made, _ = self._ray.wait(list(making), num_returns=len(making), timeout=PATIENCE)
+            lost = self._meeting.at_hub(lambda hub: hub.ailing(heartbeat))
+            for ref in made:
+                if what := self._lost_while_made(ref, rank := making.pop(ref)):
+                    lost[rank] = what
+            for rank, what in lost.items():
+                making = {ref: r for ref, r in making.items() if r != rank}
+                making[self._make_again(rank, what)] = rank
             if self.servers is not None:
                 self.servers.look_after(self._versions)
             if making and not said and time.monotonic() - began > servers.ROOM:
                 said = True
                 self._say(f"  note          {no_room(f'{len(making)} of the learners')}; all wait")
         self._running = {learner.run.remote(): rank for rank, learner in enumerate(self._learners)}
+
+    def _lost_while_made(self, ref: Any, rank: int) -> str:
+        """-> what happened to it, if it was lost. One that fails by itself would fail again: the run ends."""
+        errors = self._ray.exceptions
+        try:
+            self._ray.get(ref)
+        except errors.RayError as e:
+            died = isinstance(e, errors.RayActorError) and not e.actor_init_failed
+            if died or isinstance(e, errors.OutOfMemoryError):
+                return self._losses.how(who(rank), e)
+            failed = failure("a learner could not be made", e)
+            raise failed from failed.__cause__
+        return ""
+
+    def _make_again(self, rank: int, what: str) -> Any:
+        """In the place of one that has done nothing yet: as if that had never been, so with its part of a checkpoint -> what is there when it is made."""
+        self._losses.in_vain(who(rank), what)
+        self._ray.kill(self._learners[rank])
+        self._meeting.at_hub(lambda hub: hub.live.pop(rank, None))
+        self._new_learner(rank, *self._how_made[rank])
+        self._say(f"  note          {who(rank)} {what} while it was made: a new one takes its place")
+        return self._learners[rank].ready.remote()
 
     def start(self) -> None:
         for rank in range(self.config.learners):
