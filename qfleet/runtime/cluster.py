@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from qfleet.learner import ALIGN, Flat, Learned, Learner
 from qfleet.runtime import checkpoint, resources, servers
 from qfleet.runtime.actors import LearnerActor, part_of
 from qfleet.runtime.checkpoint import Checkpoints
+from qfleet.runtime.failing import Exploded
 from qfleet.runtime.hub import Meeting
 from qfleet.runtime.lost import Losses, Remote, failure, unless_lost
 from qfleet.runtime.member import Place, added
@@ -41,7 +42,7 @@ from qfleet.runtime.servers import SPREAD, Servers, no_room
 from qfleet.runtime.setup import kind_of, summary, team_line
 from qfleet.runtime.team import TeamError
 from qfleet.runtime.told import Told
-from qfleet.runtime.worker import EXPLODED
+from qfleet.runtime.worker import EXPLODED, tensors
 from qfleet.sync.shard import Copy, Position
 from qfleet.sync.wire import Gone
 from qfleet.types import State
@@ -49,6 +50,7 @@ from qfleet.types import State
 PATIENCE = 0.25  # seconds in which the supervisor looks after the others even if there is no news
 BREAKS = 3  # of a group of learners in a row, though all are there: it will never do
 ANSWER = 1.0  # seconds for a learner to say which version it has
+FETCH = 2  # heartbeats for one to give its parameters: who holds it up is found before
 
 
 class Saving(NamedTuple):
@@ -129,6 +131,7 @@ class Fleet:
         self._make_learner = ray.remote(max_concurrency=2, num_gpus=self._gpus, **SPREAD)(LearnerActor).remote
         self._incarnations = [0] * config.learners
         self._learners: list[Any] = [None] * config.learners
+        self._how_made = [(False, 0)] * config.learners  # the newest of each: late? resumed from which step?
         self._running: dict[Any, int] = {}  # what ends with a learner -> its rank
         self._open.callback(self._kill_learners)
         self._address = str(ray.util.get_node_ip_address())
@@ -146,23 +149,49 @@ class Fleet:
         store = (self._address, 0 if self._shards else self._store.port)
         place = Place(rank, self._incarnations[rank], late, hub, store, self._token, self._here)
         self._learners[rank] = self._make_learner(self._theirs, place, resume)
+        self._how_made[rank] = late, resume
 
     def _run(self) -> None:
-        """Learners begin when all of them are made."""
-        making, began, said = [learner.ready.remote() for learner in self._learners], time.monotonic(), False
+        """Learners begin when all of them are made. Who is lost before is made again."""
+        making = {learner.ready.remote(): rank for rank, learner in enumerate(self._learners)}
+        began, said, heartbeat = time.monotonic(), False, self.config.sync.heartbeat
         while making:
-            made, making = self._ray.wait(making, num_returns=len(making), timeout=PATIENCE)
-            try:
-                self._ray.get(made)
-            except self._ray.exceptions.RayError as e:
-                failed = failure("a learner could not be made", e)
-                raise failed from failed.__cause__
+            made, _ = self._ray.wait(list(making), num_returns=len(making), timeout=PATIENCE)
+            lost = self._meeting.at_hub(lambda hub: hub.ailing(heartbeat))
+            for ref in made:
+                if what := self._lost_while_made(ref, rank := making.pop(ref)):
+                    lost[rank] = what
+            for rank, what in lost.items():
+                making = {ref: r for ref, r in making.items() if r != rank}
+                making[self._make_again(rank, what)] = rank
             if self.servers is not None:
                 self.servers.look_after(self._versions)
             if making and not said and time.monotonic() - began > servers.ROOM:
                 said = True
                 self._say(f"  note          {no_room(f'{len(making)} of the learners')}; all wait")
         self._running = {learner.run.remote(): rank for rank, learner in enumerate(self._learners)}
+
+    def _lost_while_made(self, ref: Any, rank: int) -> str:
+        """-> what happened to it, if it was lost. One that fails by itself would fail again: the run ends."""
+        errors = self._ray.exceptions
+        try:
+            self._ray.get(ref)
+        except errors.RayError as e:
+            died = isinstance(e, errors.RayActorError) and not e.actor_init_failed
+            if died or isinstance(e, errors.OutOfMemoryError):
+                return self._losses.how(who(rank), e)
+            failed = failure("a learner could not be made", e)
+            raise failed from failed.__cause__
+        return ""
+
+    def _make_again(self, rank: int, what: str) -> Any:
+        """In the place of one that has done nothing yet: as if that had never been, so with its part of a checkpoint -> what is there when it is made."""
+        self._losses.in_vain(who(rank), what)
+        self._ray.kill(self._learners[rank])
+        self._meeting.at_hub(lambda hub: hub.live.pop(rank, None))
+        self._new_learner(rank, *self._how_made[rank])
+        self._say(f"  note          {who(rank)} {what} while it was made: a new one takes its place")
+        return self._learners[rank].ready.remote()
 
     def start(self) -> None:
         for rank in range(self.config.learners):
@@ -361,20 +390,56 @@ class Fleet:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Flat]:
-        self._pull()
+        self._look()
         yield self.flat
 
-    def _pull(self) -> None:
-        """The newest parameters."""
+    def exploded(self) -> bool:
+        self._look()
+        return self._out_of_range()
+
+    def _out_of_range(self) -> bool:
+        return not bool(self.flat.data.abs().max() < EXPLODED)
+
+    def _look(self) -> None:
+        if old := self._pull():
+            self._notes.append(f"step {self.steps:,}: {old}")
+
+    def _pull(self) -> str:
+        """The newest parameters -> what to say when there were none to be had."""
         if self.servers is not None:
             self.flat.data.copy_(self.servers.client.newest())
-        else:
-            self._newest = self._freshest(self._newest)
-            self.flat.data.copy_(torch.tensor(self._newest.params))
+            return ""
+        old = self._fetch()
+        self.flat.data.copy_(torch.tensor(self._newest.params))
+        return old
 
-    def exploded(self) -> bool:
-        self._pull()
-        return not bool(self.flat.data.abs().max() < EXPLODED)
+    def _fetch(self) -> str:
+        """By all-reduce: parameters as new as those that learners have now. One that waits in an update for another gives them afterwards: meanwhile
+        all are looked after, so that one that hangs is found, and is not waited for."""
+        seconds = FETCH * self.config.sync.heartbeat
+        until = time.monotonic() + seconds
+        while True:
+            versions = self._living(lambda learner: learner.version.remote())
+            theirs = max([*self._versions.values(), *versions.values()], default=-1)
+            if versions and self._newest.position.version < theirs:
+                self._copy_from(max(versions, key=lambda rank: versions[rank]), until)
+            mine = self._newest.position.version
+            silent = not versions and self._meeting.at_hub(lambda hub: bool(hub.live))
+            if mine >= theirs and not silent:
+                return ""
+            if time.monotonic() > until:
+                return f"no learner gave its newest parameters within {seconds:g} s: those after {max(mine, 0):,} updates are older than theirs"
+            self._look_after()
+
+    def _copy_from(self, rank: int, until: float) -> None:
+        asked, done = self._learners[rank].copy.remote(), list[Any]()
+        while not done and time.monotonic() < until:
+            done, _ = self._ray.wait([asked], timeout=PATIENCE)
+            if not done:
+                self._look_after()
+        if done:
+            with unless_lost(self._ray):
+                self._newest = self._ray.get(asked)
 
     def note(self) -> str:
         if self.servers is not None:
@@ -439,18 +504,35 @@ class Fleet:
         assert self._saving is not None
         step, of, checkpoints, more = self._saving
         parts, _ = self._meeting.at_hub(lambda hub: hub.parts(step, of))
-        if self.failure is not None and not any(self._part(r, step).exists() for r in parts):
-            raise self.failure  # the checkpoint before has more
+        if not self._any_part(step, parts):
+            if self.failure is not None:
+                raise self.failure  # the checkpoint before has more
+            if (before := step_of_newest(checkpoints.dir)) and self._any_part(before, range(self.config.learners)):
+                self._say(
+                    f"  note          step {self.steps:,}: no learner is left that saved its part of this checkpoint: the one at step {before:,}, which has parts, stays the newest"
+                )
+                return self._completed(step)
         self._writing = True
         states = [] if self.servers is None else self.servers.states()
-        with self.lend():
-            model = self._net.state_dict()
-            about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state(parts)), "incarnations": self._incarnations, "updates": self.told.updates, "parts": parts}  # fmt: skip
-            checkpoints.save_state(
-                step, {"spec": asdict(self.envs.spec), "learner": {"model": model}, "cluster": about, **more}
-            )
+        if old := self._pull():
+            raise TeamError(f"the checkpoint at step {step:,} could not be completed: {old}. If they are many, or the network is slow, raise --sync.heartbeat.")  # fmt: skip
+        if self._out_of_range():  # since it was asked for: the one before is the last good one, and stays whole
+            raise Exploded("the parameters exploded")
+        parts, _ = self._meeting.at_hub(lambda hub: hub.parts(step, of))  # somebody may have been lost meanwhile
+        model = self._net.state_dict()
+        about = {"servers": states, "hub": self._meeting.at_hub(lambda hub: hub.state(parts)), "incarnations": self._incarnations, "updates": self.told.updates, "version": self._newest.position.version, "parts": parts}  # fmt: skip
+        checkpoints.save_state(
+            step, {"spec": asdict(self.envs.spec), "learner": {"model": model}, "cluster": about, **more}
+        )
+        self._completed(step)
+
+    def _completed(self, step: int) -> None:
+        """Learners go on, and give up what they kept for the checkpoint before."""
         self._meeting.at_hub(lambda hub: hub.complete(step))
         self._saving, self._writing = None, False
+
+    def _any_part(self, step: int, ranks: Iterable[int]) -> bool:
+        return any(self._part(rank, step).exists() for rank in ranks)
 
     def _part(self, rank: int, step: int) -> Path:
         """A learner's part of a checkpoint."""
@@ -464,6 +546,10 @@ class Fleet:
         self._saved, self._incarnations, self.told.updates = step, about["incarnations"], about["updates"]
         if self.servers is not None:
             self.servers.load(about["servers"])
+        else:  # learners that have not loaded their parts yet have nothing newer
+            self._net.load_state_dict(tensors(state["learner"]["model"]))
+            params = self.flat.data.numpy().copy()
+            self._newest = Copy(Position(about.get("version", 0), 0, 0.0, {}), params, params)
         present = [r for r in about["parts"] if self._part(r, step).exists()]
         self._meeting.at_hub(lambda hub: hub.load_state(about["hub"], present))
         self.team.lr_scale = about["hub"]["lr_scale"]
@@ -479,6 +565,11 @@ class Fleet:
 
     def close(self) -> None:
         self._open.close()
+
+
+def step_of_newest(folder: Path) -> int:
+    """Of the checkpoints there; 0: there is none."""
+    return max((int(p.name[5:]) for p in folder.glob("step_*") if p.suffix != ".tmp"), default=0)
 
 
 def who(rank: int) -> str:

@@ -33,6 +33,10 @@ class TrainingError(RuntimeError):
     """The run cannot go on: the loss exploded."""
 
 
+class Exploded(Exception):
+    """The parameters did, as they were about to be saved."""
+
+
 class Failing:
     """What a trainer does when something fails."""
 
@@ -49,7 +53,9 @@ class Failing:
     def failed(self, error: Exception) -> Exception:
         """-> what to raise for it, with what became of the run."""
         self.unwatch()  # it would save, too; what is asked of environments from now on is watched where it is asked
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, Exploded):
+            error = self._divergence(self._trainer.worker.steps)
+        elif isinstance(error, torch.OutOfMemoryError):
             error = TrainingError(f"{out_of_memory(self._trainer.config, error)} {self._last_checkpoint()}")
         elif isinstance(error, OSError) and error.errno in DISK_FULL:
             hint = f"Make room and go on with `qfleet train --resume {self._run_dir}`."
@@ -63,7 +69,10 @@ class Failing:
         return first
 
     def diverged(self, step: int) -> NoReturn:
-        raise TrainingError(
+        raise self._divergence(step)
+
+    def _divergence(self, step: int) -> TrainingError:
+        return TrainingError(
             f"the loss exploded (it is no number, or above {EXPLODED:g}) at step {step:,}. {self._last_checkpoint()} Lower --learner.lr or set --learner.grad-clip; check that observations and rewards are finite numbers."
         )
 
