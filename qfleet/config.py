@@ -319,7 +319,7 @@ class SyncConfig:
     damping: Literal["none", "inverse", "sqrt"] = opt(
         "none", "async, ssp: learning rate of a push that is k times as stale as usual: unchanged, / k, / sqrt(k)"
     )
-    backup: int = opt(0, "sync, localsgd, diloco on a server: learners that are not waited for")
+    backup: int = opt(0, "sync, localsgd, diloco on a server: learners that an update does not wait for (a round does)")
     window: int = opt(0, "window: pushes that become one update; 0 = as many as there are learners")
     window_ms: float = opt(0.0, "window: milliseconds after which fewer do; 0 = never")
     local_steps: int = opt(16, "localsgd, diloco, easgd, admm: updates between two exchanges")
