@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qfleet import machine
 from qfleet.jit import kernel, reordering
+from qfleet.products import product
 from qfleet.types import Array, Batch
 
 SMALL_INPUT = 32  # up to this many inputs the first layer is faster as a kernel than as a matrix product
@@ -21,18 +21,6 @@ MANY_ACTIONS = 64  # beyond, the last layer would be better off as a matrix prod
 # The moments of units that died decay into denormal numbers, with which arithmetic is slow: they are cut off here.
 TINY = np.float32(1e-35)
 ZERO, HALF, ONE, TWO = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0))
-# MKL, by which torch multiplies, leaves AMD's processors at AVX2; oneDNN, which torch brings along, does not.
-ONEDNN = machine.amd() and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-
-
-def product(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """out = x w' + b."""
-    if ONEDNN:
-        out.copy_(torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], ""))
-    elif b is None:
-        torch.mm(x, w.t(), out=out)
-    else:
-        torch.addmm(b, x, w.t(), out=out)
 
 
 class Mlp:

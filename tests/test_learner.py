@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from qfleet import fused, losses, recipes
+from qfleet import losses, products, recipes
 from qfleet.config import Config, override
 from qfleet.learner import Learner
 from qfleet.types import Batch, Spec
@@ -70,7 +70,7 @@ class Batches:
 def test_handwritten_gradient_equals_autograd(
     loss: str, hidden: tuple[int, ...], inputs: int, onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "ONEDNN", onednn)
+    monkeypatch.setattr(products, "ONEDNN", onednn)
     spec = Spec(obs_shape=(inputs,), obs_dtype="float32", num_actions=3)
     learner = Learner(config("double", learner__loss=loss, network__hidden=hidden), spec, CPU)
     learner.learn(Batches(8, spec), 3)  # online and target differ now

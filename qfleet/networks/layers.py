@@ -11,19 +11,18 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qfleet import rng
+from qfleet import products, rng
 
 SIGMA_0 = 0.5  # initial noise scale of factorised Gaussian noise (Fortunato et al., 2018)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear, in the precision of x also where parameters are kept in a lower one."""
+    """`products.linear`, in the precision of x also where parameters are kept in a lower one."""
     if weight.dtype != torch.float32:
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
-    return F.linear(x, weight, bias)
+    return products.linear(x, weight, bias)
 
 
 def draw_noise(key: int, counter: Tensor, size: int) -> Tensor:
