@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from qfleet import losses, networks, rng
+from qfleet import losses, machine, networks, rng
 from qfleet.config import Config
 from qfleet.device import Transfers, pin_copy
 from qfleet.networks import QNetwork
@@ -112,6 +112,8 @@ class Learner:
 
     def __init__(self, config: Config, spec: Spec, device: torch.device) -> None:
         self.config, self.spec, self.device = config, spec, device
+        if device.type == "cpu":
+            machine.keep_memory()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(rng.derive(config.seed, "network"))
             self.net: QNetwork = networks.build(config, spec)

@@ -94,3 +94,26 @@ def test_whose_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor
         info.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n\nprocessor\t: 1\nvendor_id\t: other\n")
     monkeypatch.setattr(machine, "CPUINFO", info)
     assert machine.amd() is amd
+
+
+AGAIN = """
+import resource, sys, torch
+from qfleet import machine
+if sys.argv[1] == "kept":
+    machine.keep_memory()
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(48 << 20, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first, *_, again = [pages() for _ in range(30)]  # until pieces of that size have found their places
+print(first, again)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is left to the system")
+@pytest.mark.parametrize("kept", [True, False])
+def test_freed_memory_is_used_again(kept: bool) -> None:
+    """Without asking the system for pages, which it does for pieces of this size by default."""
+    command = [sys.executable, "-c", AGAIN, "kept" if kept else "not"]
+    first, again = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert first > 10 and (again < first / 10) == kept
