@@ -10,7 +10,7 @@ from typing import Any
 
 from qfleet import machine
 from qfleet.config import Config, ConfigError
-from qfleet.runtime.team import check_division
+from qfleet.runtime.team import TeamError, check_division
 
 REACH = 10.0  # seconds for a cluster to take a connection
 FAIR = {"worker_niceness": 0}  # Ray's 15 leaves learners a thirtieth of a core that another program uses
@@ -30,6 +30,12 @@ def joined(ray: Any, config: Config, servers: int) -> Iterator[tuple[float, int]
                 ray.init(**there, **quiet)
             except ConnectionError as e:
                 raise ConfigError(f"no Ray cluster at {address!r}: {str(e).splitlines()[0]}") from None
+            except Exception as e:  # a plain one, where Ray's own processes did not start in time
+                if address:
+                    raise
+                raise TeamError(
+                    f"a local Ray did not start: {str(e).partition('. ')[0]}. Is the machine busy? Try again later; or start Ray by itself, `ray start --head`, and join it with --address auto."
+                ) from e
             opened.callback(ray.shutdown)
         found = ray.cluster_resources().get("CPU", 0)
         if found < needed:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from onray import trained
 
 import qfleet
 from qfleet.config import Config, ConfigError, override
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, resources
 from qfleet.runtime.cluster import Fleet
 from qfleet.runtime.hub import BROKEN, READY, Hub, Report, identity
 from qfleet.runtime.metrics import Window
 from qfleet.runtime.resources import check
+from qfleet.runtime.team import TeamError
 from qfleet.runtime.train import Trainer
 
 
@@ -301,6 +303,24 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
         len(said) == 1 and "learners is 2, which needs Ray: " in said[0] and 'pip install "qfleet[ray]". (Or' in said[0]
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_local_ray_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(**given: Any) -> None:
+        raise Exception(
+            "The current node timed out during startup. This could happen because some of the raylet failed"
+        )
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    absent = SimpleNamespace(is_initialized=lambda: False, init=slow)
+    config = override(Config(), {"learners": 2})
+    with (
+        pytest.raises(
+            TeamError, match=r"Ray did not start: The current node timed out during startup\. Is the machine"
+        ),
+        resources.joined(absent, config, 1),
+    ):
+        pass
 
 
 def test_a_cluster_that_is_not_there_or_too_small(ray: None, tmp_path: Path) -> None:
