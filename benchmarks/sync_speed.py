@@ -1,6 +1,6 @@
 """Samples per second of two learners on the Nature network, batch 256, one of them slowed, in every way to agree.
 
-    python benchmarks/sync_speed.py [--seconds 40] [--warm 15] [--repeats 3] [--stalls]
+    python benchmarks/sync_speed.py [--seconds 40] [--warm 15] [--repeats 3] [--only slowed]
 
 Real learners (their gradient, one thread each) in processes of their own, a replay of random frames, one parameter server in a process of its
 own. "Slowed by 4": after every gradient it sleeps three times as long as that took. "Stalls": one of two equal learners sleeps 2 s every 30 s. The limit is
@@ -177,13 +177,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--warm", type=float, default=15.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--stalls", action="store_true", help="only these, with ssp; nothing is drawn")
+    parser.add_argument("--only", choices=["slowed", "stalls"], help="one half; nothing is drawn")
     args = parser.parse_args()
     curves, missed = dict[str, dict[str, Any]](), list[str]()
     slowed = ("one slowed by 4", 4.0, False, args.seconds, list(MODES))
-    some = ["no synchronisation", "ssp"] + ["sync"] * (not args.stalls)
+    some = ["no synchronisation", "ssp", "sync"]
     stalls = ("one stalls 2 s every 30 s", 1.0, True, max(args.seconds, 60.0 + args.warm), some)
-    for title, slow, stall, seconds, modes in (stalls,) if args.stalls else (slowed, stalls):
+    halves = {"slowed": (slowed,), "stalls": (stalls,), None: (slowed, stalls)}
+    for title, slow, stall, seconds, modes in halves[args.only]:
         rates: dict[str, list[list[float]]] = {name: [] for name in modes}
         curves[title] = {}
         for _ in range(args.repeats):
@@ -199,7 +200,7 @@ def main() -> None:
             if (bar := BARS.get((title, name))) is not None:
                 missed += [f"{title}: {name} {median(share):.2f} of {bar}"] * (median(share) < bar)
             record("sync_speed", {"what": title, "mode": name, "samples_per_second": rates[name], "share": median(share), "shares": share})  # fmt: skip
-    if not args.stalls:
+    if args.only is None:
         draw(curves)
     check(missed)
 
