@@ -569,7 +569,8 @@ class Fleet:
 
 def step_of_newest(folder: Path) -> int:
     """Of the checkpoints there; 0: there is none."""
-    return max((int(p.name[5:]) for p in folder.glob("step_*") if p.suffix != ".tmp"), default=0)
+    saved = checkpoint.steps(folder)
+    return int(saved[-1].name.removeprefix("step_")) if saved else 0
 
 
 def who(rank: int) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from qfleet.config import Config
+from qfleet.runtime import checkpoint
 from qfleet.runtime.evaluator import Stuck
 from qfleet.runtime.team import TeamError, command
 from qfleet.runtime.watchdog import Watchdog, end
@@ -180,7 +181,7 @@ class Failing:
         return f"Everything else is saved: go on with `qfleet train --resume {self._run_dir}`."
 
     def _last_checkpoint(self) -> str:
-        saved = sorted(p for p in self._trainer.checkpoints.dir.glob("step_*") if p.suffix != ".tmp")
+        saved = checkpoint.steps(self._trainer.checkpoints.dir)
         return f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
 
 
